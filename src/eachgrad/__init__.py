@@ -1,0 +1,14 @@
+"""eachgrad: answers about each sample's gradient, from one ordinary batched backward."""
+
+from eachgrad.blocks import Block, Dense, Outer, Patches, Rows, Sum
+from eachgrad.errors import CaptureError, EachgradError, UnsupportedOp
+from eachgrad.grads import Gradient, PerSampleGrads
+from eachgrad.receipt import Receipt, Verification, verify
+from eachgrad.rules import rule, via_vmap
+from eachgrad.tape import Tape, record
+
+__version__ = "0.1.0"
+__all__ = [
+    "Block", "CaptureError", "Dense", "EachgradError", "Gradient", "Outer", "Patches", "PerSampleGrads", "Receipt",
+    "Rows", "Sum", "Tape", "UnsupportedOp", "Verification", "record", "rule", "verify", "via_vmap",
+]  # fmt: skip

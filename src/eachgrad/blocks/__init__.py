@@ -1,0 +1,20 @@
+"""Structured per-sample gradients: one file per representation, all of its queries in it."""
+
+from eachgrad.blocks.base import Block, Dense, Fold, accumulation_dtype
+from eachgrad.blocks.outer import Outer
+from eachgrad.blocks.patches import Geometry, Patches
+from eachgrad.blocks.rows import Rows
+from eachgrad.blocks.sum import Sum, add
+
+__all__ = [
+    "Block",
+    "Dense",
+    "Fold",
+    "Geometry",
+    "Outer",
+    "Patches",
+    "Rows",
+    "Sum",
+    "accumulation_dtype",
+    "add",
+]

@@ -1,0 +1,77 @@
+"""Rows: the gradient of a table of which each sample reads a few rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from eachgrad.blocks.base import Block, Fold, accumulation_dtype, dots, real_dtype
+from eachgrad.blocks.outer import Outer
+
+
+@dataclass(frozen=True)
+class Rows(Block):
+    """g[i][index[i,t]] += value[i,t], of shape (V, d): embeddings and gathers of whole rows."""
+
+    index: Tensor  # (B, T), integer; -1 where a sample has fewer than T, with value 0
+    value: Tensor  # (B, T, d)
+    size: int  # V
+    by_frequency: bool = False  # divide each value by how often the sample reads its row
+
+    def dense(self) -> Tensor:
+        B, T, d = self.value.shape
+        out = self.value.new_zeros(B * self.size, d)
+        return out.index_add(0, self._keys(), self._values().reshape(B * T, d)).view(B, self.size, d)
+
+    def fold(self, fold: Fold) -> Rows:
+        index = fold.join(self.index + 1).flatten(1, 2) - 1
+        return replace(self, index=index, value=fold.join(self.value).flatten(1, 2))
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        value = self._values() * c.to(self.value.dtype)[:, None, None]
+        out = value.new_zeros(self.size, value.shape[-1])
+        return out.index_add(0, self.index.clamp(min=0).flatten(), value.flatten(0, 1))
+
+    def squared_norms(self) -> Tensor:
+        # Sort by (sample, row), sum each run, square: no (B, V, d) buffer and no T x T mask.
+        B, T, d = self.value.shape
+        ordered, order = self._keys().sort()
+        starts = torch.ones_like(ordered, dtype=torch.bool)
+        starts[1:] = ordered[1:] != ordered[:-1]
+        run = starts.cumsum(0) - 1
+        dtype = accumulation_dtype(self.value.dtype)
+        sums = self.value.new_zeros(B * T, d, dtype=dtype)
+        sums = sums.index_add(0, run, self._values().reshape(B * T, d)[order].to(dtype))
+        owner = torch.zeros_like(run).scatter(0, run, ordered // self.size)
+        squares = torch.linalg.vector_norm(sums, dim=1).square()
+        return torch.zeros(B, device=squares.device, dtype=real_dtype(dtype)).index_add(0, owner, squares)
+
+    def dots(self, other: Block) -> Tensor:
+        if isinstance(other, Outer) and other.shape is None:
+            # Tied embedding and head: <value[t], sum_s left[s, index[t]] right[s]>.
+            index = self.index.clamp(min=0)[:, None].expand(-1, other.left.shape[1], -1)
+            left = other.left.gather(2, index)  # (B, S, T)
+            return dots(self._values(), left.mT.to(other.right.dtype) @ other.right)
+        return super().dots(other)
+
+    def concatenate(self, other: Rows) -> Rows:
+        """The sum of two uses of one table: their look-ups one after another."""
+        dtype = torch.promote_types(self.value.dtype, other.value.dtype)
+        value = torch.cat([self._values().to(dtype), other._values().to(dtype)], 1)
+        return Rows(torch.cat([self.index, other.index], 1), value, self.size)
+
+    def _keys(self) -> Tensor:
+        """(B T,): one number per sample and row of the table."""
+        sample = torch.arange(len(self.index), device=self.index.device)[:, None]
+        return (self.index.clamp(min=0) + self.size * sample).flatten()
+
+    def _values(self) -> Tensor:
+        if not self.by_frequency:
+            return self.value
+        sample = torch.arange(len(self.index), device=self.index.device)[:, None]
+        # Missing entries count apart from the rows of the table.
+        key = (self.index + 1 + (self.size + 1) * sample).flatten()
+        _, inverse, counts = key.unique(return_inverse=True, return_counts=True)
+        return self.value / counts[inverse].view(*self.index.shape, 1).to(self.value.dtype)

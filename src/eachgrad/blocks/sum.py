@@ -1,0 +1,61 @@
+"""Sum: several uses of one parameter, with the cross terms between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from eachgrad.blocks.base import Block, Dense, Fold
+from eachgrad.blocks.outer import Outer
+from eachgrad.blocks.rows import Rows
+
+
+@dataclass(frozen=True)
+class Sum(Block):
+    """g[i] = sum over the parts: tied weights, modules used twice, recurrence."""
+
+    parts: tuple[Block, ...]
+
+    def dense(self) -> Tensor:
+        return reduce(torch.add, (part.dense() for part in self.parts))
+
+    def fold(self, fold: Fold) -> Sum:
+        return Sum(tuple(part.fold(fold) for part in self.parts))
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        return reduce(torch.add, (part.weighted_sum(c) for part in self.parts))
+
+    def squared_norms(self) -> Tensor:
+        total = reduce(torch.add, (part.squared_norms() for part in self.parts))
+        for k, part in enumerate(self.parts):
+            for other in self.parts[:k]:
+                total = total + 2 * part.dots(other)
+        return total.clamp(min=0)
+
+
+def add(blocks: Iterable[Block]) -> Block:
+    """One block for the sum of several, joining those of the same kind."""
+    parts: list[Block] = []
+    for block in blocks:
+        for k, part in enumerate(parts):
+            joined = _join(part, block)
+            if joined is not None:
+                parts[k] = joined
+                break
+        else:
+            parts.append(block)
+    return parts[0] if len(parts) == 1 else Sum(tuple(parts))
+
+
+def _join(a: Block, b: Block) -> Block | None:
+    if isinstance(a, Dense) and isinstance(b, Dense):
+        return Dense(a.value + b.value)
+    if isinstance(a, Outer) and isinstance(b, Outer) and a.shape == b.shape:
+        return a.concatenate(b)
+    if isinstance(a, Rows) and isinstance(b, Rows):
+        return a.concatenate(b)
+    return None

@@ -1,0 +1,13 @@
+"""The errors of the library: each names the parameter, the op, the place and the way out."""
+
+
+class EachgradError(RuntimeError):
+    """Base of every error that this library raises on purpose."""
+
+
+class CaptureError(EachgradError):
+    """The recorded forward cannot be turned into per-sample gradients; the message says why."""
+
+
+class UnsupportedOp(CaptureError):
+    """A parameter meets the batch in an op that has no rule."""

@@ -1,0 +1,20 @@
+"""What each op does to a parameter's gradient: one file per op family."""
+
+from eachgrad.rules import broadcast, convolution, embedding, linear, norm, recurrent
+from eachgrad.rules.registry import BROADCAST, COMPOSITES, RULES, Rule, composite, rule, via_vmap
+
+__all__ = [
+    "BROADCAST",
+    "COMPOSITES",
+    "RULES",
+    "Rule",
+    "broadcast",
+    "composite",
+    "convolution",
+    "embedding",
+    "linear",
+    "norm",
+    "recurrent",
+    "rule",
+    "via_vmap",
+]

@@ -1,0 +1,107 @@
+"""Normalisation layers: the input is normalised once more, without the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eachgrad.blocks import Block, Dense
+from eachgrad.rules.registry import Arguments, rule
+
+
+def _all_but_normalised(g: Tensor, arguments: Arguments) -> int:
+    return g.ndim - len(arguments["normalized_shape"])
+
+
+def _over_positions(value: Tensor, shape: Sequence[int]) -> Dense:
+    """Sum (B, ..., *shape) over everything between the sample and the parameter's own dimensions."""
+    return Dense(value.reshape(len(value), -1, *shape).sum(1))
+
+
+def _over_channels(value: Tensor) -> Dense:
+    """Sum (B, C, ...) over everything after the channels."""
+    return Dense(value.flatten(2).sum(2) if value.ndim > 2 else value)
+
+
+@rule(F.layer_norm, torch.layer_norm, lead=_all_but_normalised)
+def _layer_norm(
+    g: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> dict[str, Block]:
+    normal = F.layer_norm(input, normalized_shape, None, None, eps)
+    return {
+        "weight": _over_positions(g * normal, normalized_shape),
+        "bias": _over_positions(g, normalized_shape),
+    }
+
+
+@rule(F.rms_norm, torch.rms_norm, lead=_all_but_normalised)
+def _rms_norm(
+    g: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> dict[str, Block]:
+    normal = F.rms_norm(input, normalized_shape, None, eps)
+    return {"weight": _over_positions(g * normal, normalized_shape)}
+
+
+@rule(F.group_norm, torch.group_norm)
+def _group_norm(
+    g: Tensor,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> dict[str, Block]:
+    normal = F.group_norm(input, num_groups, None, None, eps)
+    return {"weight": _over_channels(g * normal), "bias": _over_channels(g)}
+
+
+@rule(F.instance_norm)
+def _instance_norm(
+    g: Tensor,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> dict[str, Block]:
+    if use_input_stats:
+        normal = F.instance_norm(input, eps=eps)
+    else:
+        normal = F.batch_norm(input, running_mean, running_var, eps=eps)
+    return {"weight": _over_channels(g * normal), "bias": _over_channels(g)}
+
+
+@rule(F.batch_norm, torch.batch_norm)
+def _batch_norm(
+    g: Tensor,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> dict[str, Block]:
+    if training:  # reached with a batch of one only: the capture refuses it otherwise
+        normal = F.batch_norm(input, None, None, training=True, eps=eps)
+    else:
+        normal = F.batch_norm(input, running_mean, running_var, eps=eps)
+    return {"weight": _over_channels(g * normal), "bias": _over_channels(g)}

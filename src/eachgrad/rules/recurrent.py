@@ -1,0 +1,241 @@
+"""Recurrent ops: RNN, LSTM and GRU by the fused kernel, their cells by linear ops.
+
+One layer computes Z = x W_ih^T + b_ih for all steps at once, then runs the fused op on Z with the
+identity in the place of W_ih. The gradient of Z is the output gradient of both products of the layer:
+the inputs of W_ih are x, those of W_hh the hidden states one step earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
+
+from eachgrad.blocks import Block, Dense, Outer
+from eachgrad.rules.linear import all_but_last, positions
+from eachgrad.rules.registry import composite, rule
+
+
+def use_at(z: Tensor, op: Callable, *args: Tensor | None) -> None:
+    """Tell the recorder that `op(*args)` has been added into `z`, so that z's gradient is op's as well."""
+    if has_torch_function((z, *args)):
+        handle_torch_function(use_at, (z, *args), z, op, *args)
+
+
+def meet(state: Tensor) -> Tensor:
+    """Tell the recorder that `state` meets the batch in what follows; the same values come back."""
+    if has_torch_function((state,)):
+        return handle_torch_function(meet, (state,), state)
+    return state
+
+
+def gru_hidden(input: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor) -> Tensor:
+    """What a GRU's hidden state adds to its gates; the candidate's share passes the reset gate."""
+    hidden = F.linear(input, weight, bias)
+    H = input.shape[-1]
+    reset = torch.sigmoid(z[..., :H] + hidden[..., :H]).detach()
+    return torch.cat([hidden[..., : 2 * H], hidden[..., 2 * H :] * reset], -1)
+
+
+@rule(gru_hidden, samples=("input", "z"), lead=all_but_last)
+def _gru_hidden(g: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor) -> dict[str, Block]:
+    H = input.shape[-1]
+    reset = torch.sigmoid(z[..., :H] + F.linear(input, weight, bias)[..., :H])
+    g = positions(torch.cat([g[..., : 2 * H], g[..., 2 * H :] * reset], -1))
+    return {"weight": Outer(g, positions(input.to(g.dtype))), "bias": Dense(g.sum(1))}
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Which rows of a flat (N, ...) sequence each step takes: `sizes[t]` of them, in order."""
+
+    sizes: tuple[int, ...]
+    previous: Tensor  # (N,) the row one step earlier, or N + j for the initial state of sequence j
+    mirror: Tensor  # (N,) the row of the same sequence at the opposite end
+
+
+def _steps(sizes: Sequence[int], device: torch.device) -> _Steps:
+    """`sizes` never grow: the sequences are ordered by length, as in a PackedSequence."""
+    counts = torch.tensor(sizes)
+    T, B, N = len(sizes), int(sizes[0]), int(counts.sum())
+    starts = counts.cumsum(0) - counts
+    step = torch.arange(T).repeat_interleave(counts)  # (N,)
+    sequence = torch.arange(N) - starts[step]
+    lengths = (counts[:, None] > torch.arange(B)).sum(0)
+    previous = torch.where(step > 0, starts[(step - 1).clamp(min=0)], N) + sequence
+    mirror = starts[lengths[sequence] - 1 - step] + sequence
+    return _Steps(tuple(sizes), previous.to(device), mirror.to(device))
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One direction of one layer."""
+
+    kind: str  # "lstm", "gru", "rnn_tanh" or "rnn_relu"
+    w_ih: Tensor
+    w_hh: Tensor
+    b_ih: Tensor | None
+    b_hh: Tensor | None
+    w_hr: Tensor | None
+
+    def __call__(
+        self, x: Tensor, state: tuple[Tensor, ...], steps: _Steps
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Rows (N, d) and initial states (B, H) -> rows (N, H) and final states (B, H)."""
+        state = tuple(meet(s) if s.requires_grad else s for s in state)
+        if self.w_hr is not None:
+            return self._loop(x, state, steps)
+        z = F.linear(x, self.w_ih, self.b_ih)
+        if not z.requires_grad and torch.is_grad_enabled():
+            z = z.requires_grad_()
+        out, final = self._fused(z, state, steps)
+        previous = torch.cat([out.detach(), state[0].detach().to(out.dtype)])[steps.previous]
+        if self.kind == "gru":
+            use_at(z, gru_hidden, previous, self.w_hh, self.b_hh, z.detach())
+        else:
+            use_at(z, F.linear, previous, self.w_hh, self.b_hh)
+        return out, final
+
+    def _fused(
+        self, z: Tensor, state: tuple[Tensor, ...], steps: _Steps
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        with torch._C.DisableTorchFunction():
+            eye = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
+            weights = [eye, self.w_hh.detach().to(z.dtype)]
+            if self.b_hh is not None:
+                weights += [torch.zeros_like(eye[0]), self.b_hh.detach().to(z.dtype)]
+            biases = self.b_hh is not None
+            states = [s.to(z.dtype).unsqueeze(0).contiguous() for s in state]
+            hx = states if self.kind == "lstm" else states[0]
+            op = getattr(torch, self.kind)
+            if len(set(steps.sizes)) == 1:
+                z = z.view(len(steps.sizes), steps.sizes[0], -1)
+                out, *final = op(z, hx, weights, biases, 1, 0.0, True, False, False)
+                out = out.flatten(0, 1)
+            else:
+                sizes = torch.tensor(steps.sizes)
+                out, *final = op(z, sizes, hx, weights, biases, 1, 0.0, True, False)
+            return out, tuple(s.squeeze(0) for s in final)
+
+    def _loop(self, x: Tensor, state: tuple[Tensor, ...], steps: _Steps) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """A step at a time, for an LSTM with projections."""
+        assert self.w_hr is not None
+        z = F.linear(x, self.w_ih, self.b_ih)
+        h, c = state
+        outs, done = [], []
+        start = 0
+        for n in steps.sizes:
+            if n < len(h):
+                done.append((h[n:], c[n:]))
+                h, c = h[:n], c[:n]
+            gates = z[start : start + n] + F.linear(h, self.w_hh, self.b_hh)
+            raw, c = _lstm_gates(gates, c)
+            h = F.linear(raw, self.w_hr)
+            outs.append(h)
+            start += n
+        done.append((h, c))
+        hs, cs = zip(*reversed(done), strict=True)
+        return torch.cat(outs), (torch.cat(hs), torch.cat(cs))
+
+
+def _lstm_gates(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    i, f, g, o = gates.chunk(4, -1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def _run(kind: str, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
+    """Any of the four recurrent ops, in its padded or its packed form."""
+    names = ["input", "hx", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional"]
+    packed = len(args) > 3 and isinstance(args[3], (list, tuple)) or "batch_sizes" in kwargs
+    names = [names[0], "batch_sizes", *names[1:]] if packed else [*names, "batch_first"]
+    call = dict(zip(names, args, strict=False)) | kwargs
+    if packed:
+        sizes = call["batch_sizes"].tolist()
+        out, final = _layers(kind, call, call["input"], _steps(sizes, call["input"].device))
+        return out, *final
+    x = call["input"].transpose(0, 1) if call["batch_first"] else call["input"]
+    T, B = x.shape[:2]
+    out, final = _layers(kind, call, x.flatten(0, 1), _steps([B] * T, x.device))
+    out = out.view(T, B, -1)
+    return out.transpose(0, 1) if call["batch_first"] else out, *final
+
+
+def _layers(kind: str, call: dict, x: Tensor, steps: _Steps) -> tuple[Tensor, tuple[Tensor, ...]]:
+    hx = call["hx"] if kind == "lstm" else (call["hx"],)
+    directions = 2 if call["bidirectional"] else 1
+    params = list(call["params"])
+    per = len(params) // (call["num_layers"] * directions)
+    finals: list[tuple[Tensor, ...]] = []
+    for layer in range(call["num_layers"]):
+        outs = []
+        for direction in range(directions):
+            k = layer * directions + direction
+            one = _layer(kind, params[k * per : (k + 1) * per], call["has_biases"])
+            state = tuple(s[k] for s in hx)
+            rows = x[steps.mirror] if direction else x
+            out, final = one(rows, state, steps)
+            outs.append(out[steps.mirror] if direction else out)
+            finals.append(final)
+        x = torch.cat(outs, -1) if directions == 2 else outs[0]
+        if call["dropout"] and call["train"] and layer + 1 < call["num_layers"]:
+            shape = (len(steps.sizes), steps.sizes[0], -1) if len(set(steps.sizes)) == 1 else x.shape
+            x = F.dropout(x.view(shape), call["dropout"], True).view(x.shape)
+    return x, tuple(torch.stack(states) for states in zip(*finals, strict=True))
+
+
+def _layer(kind: str, params: list[Tensor], has_biases: bool) -> _Layer:
+    w_ih, w_hh, *rest = params
+    b_ih, b_hh = (rest.pop(0), rest.pop(0)) if has_biases else (None, None)
+    return _Layer(kind, w_ih, w_hh, b_ih, b_hh, rest[0] if rest else None)
+
+
+def _register(kind: str) -> None:
+    @composite(getattr(torch, kind))
+    def recurrent(*args: object, **kwargs: object) -> tuple[Tensor, ...]:
+        return _run(kind, *args, **kwargs)
+
+
+for _kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+    _register(_kind)
+
+
+@composite(torch.lstm_cell)
+def _lstm_cell(
+    input: Tensor, hx: Sequence[Tensor], w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    h, c = hx
+    return _lstm_gates(F.linear(input, w_ih, b_ih) + F.linear(h, w_hh, b_hh), c)
+
+
+@composite(torch.gru_cell)
+def _gru_cell(
+    input: Tensor,
+    hx: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Tensor:
+    x, h = F.linear(input, w_ih, b_ih).chunk(3, -1), F.linear(hx, w_hh, b_hh).chunk(3, -1)
+    reset, update = (x[0] + h[0]).sigmoid(), (x[1] + h[1]).sigmoid()
+    candidate = (x[2] + reset * h[2]).tanh()
+    return candidate + update * (hx - candidate)
+
+
+def _register_cell(op: Callable, nonlinearity: Callable[[Tensor], Tensor]) -> None:
+    @composite(op)
+    def cell(
+        input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None,
+        b_hh: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        return nonlinearity(F.linear(input, w_ih, b_ih) + F.linear(hx, w_hh, b_hh))
+
+
+_register_cell(torch.rnn_tanh_cell, torch.tanh)
+_register_cell(torch.rnn_relu_cell, torch.relu)

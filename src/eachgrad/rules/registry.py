@@ -1,0 +1,143 @@
+"""The rule table, and the decorators that fill it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from eachgrad.blocks import Block, Dense
+
+RuleFunction = Callable[..., dict[str, Block]]
+Arguments = dict[str, Any]  # an op's arguments by name
+Lead = Callable[[Tensor, Arguments], int]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one op turns its output gradient into a block for each parameter among its arguments."""
+
+    function: RuleFunction
+    samples: tuple[str, ...]
+    lead: Lead
+
+    @cached_property
+    def signature(self) -> inspect.Signature:
+        return inspect.signature(self.function)
+
+    @cached_property
+    def takes_batch_dim(self) -> bool:
+        return "batch_dim" in self.signature.parameters
+
+    @property
+    def is_dense(self) -> bool:
+        return isinstance(self.function, ViaVmap)
+
+    def bind(self, args: tuple, kwargs: dict) -> Arguments:
+        """The call's arguments by name, defaults filled in."""
+        if self.is_dense:
+            return {str(k): v for k, v in enumerate(args)} | kwargs
+        bound = self.signature.bind_partial(None, *args, **kwargs)
+        bound.apply_defaults()
+        return dict(list(bound.arguments.items())[1:])
+
+
+class NeedsLoop(Exception):
+    """Raised by a rule that cannot answer for this layout: the loop over samples takes over."""
+
+
+RULES: dict[Callable, Rule] = {}
+COMPOSITES: dict[Callable, Callable] = {}
+BROADCAST: set[Callable] = set()
+
+
+def _first_dimension(g: Tensor, arguments: Arguments) -> int:
+    return 1
+
+
+def rule(
+    *ops: Callable, samples: tuple[str, ...] = ("input",), lead: Lead = _first_dimension
+) -> Callable[[RuleFunction], RuleFunction]:
+    """Register `f(g, *arguments of the op) -> {argument name: Block}` for each of `ops`.
+
+    `g` is the gradient of the loss with respect to the op's output. Dimension 0 of `g`, and of the
+    arguments named in `samples`, counts the samples. `lead(g, arguments)` says how many leading
+    dimensions of the output the op treats index by index (default 1): within those the samples may lie
+    along any dimension, or be folded with others, and are brought to the front before the rule is
+    called. A rule with a keyword `batch_dim` gets everything as it was, and the dimension of `g` along
+    which the samples lie. Any other layout is answered as well, exactly, by a loop over samples.
+    """
+
+    def register(function: RuleFunction) -> RuleFunction:
+        for op in ops:
+            RULES[op] = Rule(function, samples, lead)
+        return function
+
+    return register
+
+
+def composite(*ops: Callable) -> Callable[[Callable], Callable]:
+    """Register a function that computes each of `ops` from ops that have rules of their own."""
+
+    def register(function: Callable) -> Callable:
+        COMPOSITES.update(dict.fromkeys(ops, function))
+        return function
+
+    return register
+
+
+@dataclass(frozen=True)
+class ViaVmap:
+    """The derivative of any op, batched over dimension 0 of its output: a dense rule."""
+
+    op: Callable
+
+    def __call__(
+        self, g: Tensor, args: tuple, kwargs: dict, sources: tuple[Tensor, ...]
+    ) -> tuple[Block, ...]:
+        """One block per source; every other tensor with g's size in dimension 0 is cut into samples."""
+        cut: list[Tensor] = []
+        keys = {id(s): k for k, s in enumerate(sources)}
+
+        def mark(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if id(value) in keys:
+                return _Slot("source", keys[id(value)])
+            if value.ndim and len(value) == len(g):
+                cut.append(value.detach())
+                return _Slot("sample", len(cut) - 1)
+            return value.detach()
+
+        marked = tree_map(mark, (args, kwargs))
+
+        def one(g_row: Tensor, rows: list[Tensor]) -> tuple[Tensor, ...]:
+            def call(*parameters: Tensor) -> Tensor:
+                def fill(value: Any) -> Any:
+                    if not isinstance(value, _Slot):
+                        return value
+                    return parameters[value.index] if value.kind == "source" else rows[value.index][None]
+
+                a, k = tree_map(fill, marked)
+                return self.op(*a, **k)
+
+            return torch.func.vjp(call, *(s.detach() for s in sources))[1](g_row[None])
+
+        return tuple(Dense(v) for v in torch.func.vmap(one)(g, cut))
+
+
+@dataclass(frozen=True)
+class _Slot:
+    kind: str
+    index: int
+
+
+def via_vmap(op: Callable) -> RuleFunction:
+    """A dense rule for any op that torch.func.vmap can batch: `rule(op)(via_vmap(op))`."""
+    return ViaVmap(op)  # type: ignore[return-value]

@@ -1,0 +1,273 @@
+"""From recorded uses to a block per parameter: gradients, layouts, candidates, derived weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eachgrad import layout as lay
+from eachgrad import uses as use_blocks
+from eachgrad.blocks import Block, Dense, add
+from eachgrad.capture import Recorder, Use, graph_nodes, node_of
+from eachgrad.errors import CaptureError
+
+Weights = list[Tensor]  # one cotangent per root
+
+
+@dataclass(frozen=True)
+class Roots:
+    """Where a backward starts: tensors, their cotangents, and the same with the samples marked."""
+
+    tensors: list[Tensor]
+    plain: Weights
+    marked: Callable[[lay.Marks, int], Weights]  # marks, pass -> cotangents
+
+
+@dataclass
+class Solved:
+    """A use with its output gradient and where the samples lie in it; None where they mix."""
+
+    use: Use
+    g: Tensor
+    layout: lay.Layout | None
+
+
+class Passes:
+    """Backward passes over one recorded graph, each giving the gradient of every tap."""
+
+    def __init__(self, recorder: Recorder, roots: list[Tensor]):
+        self.recorder = recorder
+        self.recorded = len(recorder.uses)
+        nodes = list(graph_nodes([t.grad_fn for t in roots]))
+        self.reentrant = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
+        self.leaves = [v for node in nodes if (v := getattr(node, "variable", None)) is not None]
+
+    def run(self, roots: list[Tensor], weights: Weights, retain: bool = True) -> list[Tensor | None]:
+        if self.reentrant:
+            return self._run_with_hooks(roots, weights, retain)
+        taps = [use.tap for use in self.recorder.uses]
+        if not taps:
+            return []
+        with self.replaying():
+            found = torch.autograd.grad(roots, taps, weights, retain_graph=retain, allow_unused=True)
+        return list(found)
+
+    def _run_with_hooks(self, roots: list[Tensor], weights: Weights, retain: bool) -> list[Tensor | None]:
+        """For reentrant checkpoints, which record in the backward and allow no torch.autograd.grad."""
+        found: dict[int, Tensor] = {}
+        again: list[Use] = []
+
+        def watch(use: Use) -> None:
+            handles.append(use.tap.register_hook(lambda g: found.__setitem__(id(use), g)))
+
+        def added(use: Use) -> None:
+            again.append(use)
+            watch(use)
+
+        handles: list = []
+        before = self.recorder.uses[: self.recorded]
+        for use in before:
+            watch(use)
+        self.recorder.on_recompute = added
+        taps = [use.tap for use in before if use.tap.is_leaf]
+        try:
+            with self.replaying(), _grads_untouched([*self.leaves, *self.recorder.tensors, *taps]):
+                torch.autograd.backward(roots, weights, retain_graph=retain)
+        finally:
+            self.recorder.on_recompute = None
+            for handle in handles:
+                handle.remove()
+        if len(self.recorder.uses) == self.recorded:
+            self.recorder.uses.extend(again)
+        return [found.get(id(use)) for use in [*before, *again]]
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """What a checkpoint runs again must run as it did the first time."""
+        self.recorder.replaying = True
+        try:
+            with self.recorder:
+                yield
+        finally:
+            self.recorder.replaying = False
+
+
+@contextmanager
+def _grads_untouched(leaves: list[Tensor]) -> Iterator[None]:
+    kept = [(leaf, leaf.grad) for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, grad in kept:
+            leaf.grad = grad
+
+
+def solve(recorder: Recorder, roots: Roots, B: int, passes: Passes | None = None) -> list[Solved]:
+    """The output gradient of every use, and the layout of its samples."""
+    passes = passes or Passes(recorder, roots.tensors)
+    plain = passes.run(roots.tensors, roots.plain)
+    return [
+        Solved(use, g, layout)
+        for use, g, layout in zip(
+            recorder.uses, plain, layouts(recorder, roots, passes, plain, B), strict=True
+        )
+        if g is not None
+    ]
+
+
+def layouts(
+    recorder: Recorder, roots: Roots, passes: Passes, plain: list[Tensor | None], B: int
+) -> list[lay.Layout | None]:
+    """Where the samples lie in each gradient; None where they mix or there is no gradient."""
+    if B == 1:
+        return [None if g is None else lay.whole(g) for g in plain]
+    marks = lay.marks(B, {g.dtype for g in plain if g is not None} | {t.dtype for t in roots.tensors})
+    marked = [passes.run(roots.tensors, roots.marked(marks, k)) for k in range(marks.passes)]
+    found: list[lay.Layout | None] = []
+    for n, g in enumerate(plain):
+        if g is None:
+            found.append(None)
+            continue
+        evidence = lay.Evidence(g, lambda k, n=n: marked[k][n], marks)
+        try:
+            found.append(lay.find(evidence))
+        except lay.Mixed:
+            found.append(None)
+    return found
+
+
+def assemble(recorder: Recorder, solved: list[Solved], roots: list[Tensor], B: int) -> dict[str, Block]:
+    """A block for each parameter that the roots depend on; an error for any that is not covered."""
+    accepted = _accept(recorder, solved)
+    _check_complete(recorder, accepted, roots)
+    parts: dict[str, list[Block]] = {}
+    for item, wanted in accepted:
+        if not wanted:
+            continue
+        for source, block in zip(item.use.sources, blocks_of(recorder, item, B), strict=True):
+            if id(source) not in wanted:
+                continue
+            for name, piece in _pulled_back(recorder, source, block).items():
+                parts.setdefault(name, []).append(piece)
+    return {name: add(pieces) for name, pieces in parts.items()}
+
+
+def blocks_of(recorder: Recorder, item: Solved, B: int) -> tuple[Block, ...]:
+    assert item.layout is not None
+    return use_blocks.blocks(item.use, item.g, item.layout, B)
+
+
+def _accept(recorder: Recorder, solved: list[Solved]) -> list[tuple[Solved, set[int]]]:
+    """Each use that counts, with the ids of the sources it counts for.
+
+    A candidate counts if its output turned out to have samples of its own; then whatever was derived from
+    that output is accounted for and drops out of the uses further on.
+    """
+    accepted: list[tuple[Solved, set[int]]] = []
+    settled = {id(item.use) for item in solved if not item.use.strong and item.layout is not None}
+    for item in solved:
+        use = item.use
+        if not use.strong and item.layout is None:
+            continue
+        wanted = {id(s) for s in use.sources if _uncovered(recorder, s, settled)}
+        if wanted and item.layout is None:
+            _refuse_mixed(recorder, use)
+        accepted.append((item, wanted))
+    return accepted
+
+
+def _uncovered(recorder: Recorder, source: Tensor, settled: set[int]) -> bool:
+    """Whether `source` reaches a parameter by a way that no settled candidate accounts for."""
+    if id(source) in recorder.parameters:
+        return True
+    direct, through = False, False
+    seen, stack = set(), [node_of(source)]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        owner = recorder.alias_nodes.get(node)
+        if owner is not None and id(owner) in settled:
+            through = True
+            continue
+        direct = direct or id(getattr(node, "variable", None)) in recorder.parameters
+        stack.extend(below for below, _ in node.next_functions if below is not None)
+    if direct and through:
+        names = ", ".join(map(repr, recorder.names_of(source)))
+        raise CaptureError(
+            f"a tensor of shape {tuple(source.shape)} is derived from {names} partly before and partly after the batch "
+            "came in; compute the two parts separately"
+        )
+    return direct
+
+
+def _check_complete(recorder: Recorder, accepted: list[tuple[Solved, set[int]]], roots: list[Tensor]) -> None:
+    """Every way from the loss to a parameter passes a use that was accepted, or the parameter is named."""
+    stops = {alias.grad_fn for item, _ in accepted for alias in item.use.aliases}
+    seen, stack = set(), [(t.grad_fn, None) for t in roots if t.grad_fn is not None]
+    while stack:
+        node, above = stack.pop()
+        if node in seen or node in stops:
+            continue
+        seen.add(node)
+        name = recorder.parameters.get(id(getattr(node, "variable", None)))
+        if name is not None:
+            op = recorder.without_rule.get(name) or (
+                f"{above.name()} in the autograd graph" if above else "the loss"
+            )
+            raise CaptureError(
+                f"parameter {name!r} is used by {op}, where its per-sample gradient cannot be followed. Write a rule "
+                "for that op with @eachgrad.rule (docs/add_a_rule.md), or compute the same with ops that have one."
+            )
+        stack.extend((below, node) for below, _ in node.next_functions if below is not None)
+
+
+def _refuse_mixed(recorder: Recorder, use: Use) -> None:
+    names = ", ".join(repr(n) for s in use.sources for n in recorder.names_of(s))
+    after = next((u for u in recorder.uses[recorder.uses.index(use) + 1 :]), None)
+    between = dict.fromkeys(after.ops_since if after else recorder.ops_so_far)
+    ops = ", ".join(n for n in between if n and not n.startswith("__get")) or "not seen"
+    raise CaptureError(
+        f"no sample has a gradient of its own for {names}, used by {use.name} at {use.where}: something after it "
+        f"mixes the samples of the batch (ops right after it: {ops}), or scales gradients unevenly in a hook. "
+        "Batch statistics, losses that compare samples and sums over the batch do this; compute them without "
+        "gradient, or leave them out of the recorded loss."
+    )
+
+
+def _pulled_back(recorder: Recorder, source: Tensor, block: Block) -> dict[str, Block]:
+    """The block of a derived tensor as blocks of the parameters it was derived from."""
+    if id(source) in recorder.parameters:
+        return {recorder.parameters[id(source)]: block}
+    reached = {
+        id(v): v
+        for node in graph_nodes([source.grad_fn])
+        if (v := getattr(node, "variable", None)) is not None
+    }
+    parameters = [v for key, v in reached.items() if key in recorder.parameters]
+    value = block.dense().to(source.dtype).reshape(-1, *source.shape)
+    found = _batched_pull(source, parameters, value)
+    return {
+        recorder.parameters[id(p)]: Dense(f) for p, f in zip(parameters, found, strict=True) if f is not None
+    }
+
+
+def _batched_pull(source: Tensor, parameters: list[Tensor], value: Tensor) -> list[Tensor | None]:
+    options = {"retain_graph": True, "allow_unused": True}
+    try:
+        return list(torch.autograd.grad(source, parameters, value, is_grads_batched=True, **options))
+    except RuntimeError:
+        # An op in between cannot be batched: one sample at a time.
+        rows = [torch.autograd.grad(source, parameters, v, **options) for v in value]
+        columns = zip(*rows, strict=True)
+        return [
+            None if c[0] is None else torch.stack([t.to_dense() if t.is_sparse else t for t in c])
+            for c in columns
+        ]

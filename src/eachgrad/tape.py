@@ -1,0 +1,216 @@
+"""record: watch an ordinary forward, then ask about each sample's gradient."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from eachgrad import layout as lay
+from eachgrad import scalar
+from eachgrad.capture import Recorder, graph_nodes, named_trainable, node_of, tensors_in
+from eachgrad.errors import CaptureError
+from eachgrad.grads import Gradient, PerSampleGrads
+from eachgrad.receipt import Record, check_weighted_sum
+from eachgrad.solve import Passes, Roots, Solved, assemble, layouts, solve
+
+_active = threading.local()
+
+
+def record(
+    model: nn.Module, *, batch_size: int | None = None, batch_dim: int = 0, check: bool = False
+) -> Tape:
+    """A context in which the forward of `model` is recorded; `tape.backward(losses)` ends it.
+
+    `batch_size` is needed only where it can be read neither from the losses nor from the model's inputs.
+    `batch_dim` is the dimension of the model's inputs and outputs that counts the samples; what lies
+    inside the model is measured. `check` compares the answer with an ordinary gradient, for the price of
+    two more backward passes, and raises if they differ.
+    """
+    return Tape(model, batch_size, batch_dim, check)
+
+
+class Tape:
+    """One recorded forward."""
+
+    def __init__(self, model: nn.Module, batch_size: int | None, batch_dim: int, check: bool):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"record takes an nn.Module, not {type(model).__name__}")
+        if batch_size is not None and (
+            isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1
+        ):
+            raise ValueError(f"batch_size is a positive integer, not {batch_size!r}")
+        self.model, self.batch_dim, self.check = model, batch_dim, check
+        self.given_batch_size = batch_size
+        self.recorder = Recorder(named_trainable(model), batch_size, attach=check)
+        self.inputs: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+        self._thread = threading.get_ident()
+        self._hooks: list[Any] = []
+        self._state = "new"
+
+    def __enter__(self) -> Tape:
+        if self._state != "new":
+            raise CaptureError("this tape has been used: call eachgrad.record again for another forward")
+        if getattr(_active, "tape", None) is not None:
+            raise CaptureError("record inside another record: end the outer one first")
+        _active.tape, self._thread, self._state = self, threading.get_ident(), "recording"
+        self._hooks = [
+            self.model.register_forward_pre_hook(self._entering, with_kwargs=True),
+            self.model.register_forward_hook(self._leaving),
+        ]
+        self.recorder.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.recorder.__exit__(*error)
+        _active.tape, self._state = None, "recorded"
+        for hook in self._hooks:
+            hook.remove()
+
+    def backward(self, losses: Tensor, loss_reduction: str | None = None) -> PerSampleGrads:
+        """The gradient of each sample's loss: `losses` is (B,), or one number with "sum" or "mean"."""
+        if self._state == "recording":
+            raise CaptureError("leave the record block before calling tape.backward")
+        if self._state != "recorded":
+            raise CaptureError("a tape answers one backward: record the forward again for another")
+        _check_losses(losses)
+        self._state = "done"
+        if losses.ndim == 0:
+            return self._scalar(losses, loss_reduction)
+        if loss_reduction is not None:
+            raise ValueError("loss_reduction goes with a loss that is one number; these are one per sample")
+        B = len(losses)
+        if self.given_batch_size not in (None, B):
+            raise CaptureError(
+                f"{B} losses, but batch_size={self.given_batch_size}: pass one loss per sample"
+            )
+        ones = torch.ones_like(losses)
+        roots = Roots([losses], [ones], lambda marks, k: [marks.weights(k, losses)])
+        return self._answer(solve(self.recorder, roots, B), losses, B)
+
+    def _scalar(self, loss: Tensor, reduction: str | None) -> PerSampleGrads:
+        if reduction is None:
+            raise ValueError('a loss that is one number needs loss_reduction="sum" or "mean"')
+        B = self.recorder.batch_size
+        if B is None:
+            raise CaptureError(
+                "the batch size is not known: pass record(model, batch_size=...), or one loss per sample"
+            )
+        outputs = scalar.cut(loss, self.outputs)
+        if not outputs:
+            raise CaptureError(
+                "a loss that is one number is followed from the model's outputs, and it depends on none of them: call "
+                "the recorded model itself, or pass one loss per sample"
+            )
+        nodes = _between(loss, outputs)
+        scalar.check_reduction(nodes, reduction, B)
+        with torch.enable_grad():
+            v = torch.autograd.grad(loss, outputs, create_graph=True)
+        passes = Passes(self.recorder, [loss])
+        scale = torch.full_like(loss, B if reduction == "mean" else 1)
+        plain = passes.run([loss], [scale])
+        found: list[tuple[list[Solved], list[lay.Layout]]] = []
+        for choice in _choices([scalar.batch_layouts(t, B, self.batch_dim) for t in outputs]):
+            scalar.check_additive(outputs, v, choice, B)
+            weights = [x.detach() * scale for x in v]
+
+            def marked(marks: lay.Marks, k: int, choice=choice, weights=weights) -> list[Tensor]:
+                return [
+                    scalar.mark(t, x, lo, marks.weights(k, x))
+                    for t, x, lo in zip(outputs, weights, choice, strict=True)
+                ]
+
+            roots = Roots(outputs, weights, marked)
+            places = layouts(self.recorder, roots, passes, plain, B)
+            solved = [
+                Solved(use, g, place)
+                for use, g, place in zip(self.recorder.uses, plain, places, strict=True)
+                if g is not None
+            ]
+            if scalar.plausible(solved, self.inputs, self.batch_dim, B):
+                found.append((solved, choice))
+        if len(found) != 1:
+            shapes = ", ".join(str(tuple(t.shape)) for t in outputs)
+            raise CaptureError(
+                f"the samples cannot be told apart in the model's outputs {shapes} for a batch of {B}: pass one loss "
+                "per sample"
+            )
+        return self._answer(found[0][0], loss, B, passes)
+
+    def _answer(
+        self, solved: list[Solved], loss: Tensor, B: int, passes: Passes | None = None
+    ) -> PerSampleGrads:
+        blocks = assemble(self.recorder, solved, [loss], B)
+        parameters = named_trainable(self.model)
+        gradients = {name: Gradient(name, p, blocks.get(name), B) for name, p in parameters.items()}
+        grads = PerSampleGrads(gradients, B, Record(self.model, self.recorder, solved))
+        if self.check:
+            check_weighted_sum(grads, loss, self.recorder, parameters)
+        return grads
+
+    # Hooks on the model, gone with the context
+
+    def _entering(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        leaves = tensors_in((args, kwargs))
+        sizes = [t.shape[self.batch_dim] for t in leaves if t.ndim > self.batch_dim]
+        packed = [p for p in (*args, *kwargs.values()) if isinstance(p, PackedSequence)]
+        if self.recorder.batch_size is None and (packed or sizes):
+            self.recorder.batch_size = (
+                int(packed[0].batch_sizes[0]) if packed else max(sizes, key=sizes.count)
+            )
+        B = self.recorder.batch_size
+        first = [p.data for p in packed] or [
+            t for t in leaves if t.ndim > self.batch_dim and t.shape[self.batch_dim] == B
+        ]
+        self.recorder.mark_strong(first[:1])
+        self.inputs.extend(leaves)
+
+    def _leaving(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self.outputs.extend(output_tensors(output))
+
+
+def output_tensors(output: Any) -> list[Tensor]:
+    """The tensors in what a model returns: nested containers, and objects with tensor attributes."""
+    found = tensors_in(output)
+    return found or tensors_in(getattr(output, "__dict__", {}))
+
+
+def _between(loss: Tensor, outputs: Sequence[Tensor]) -> list[Any]:
+    """The nodes of the loss that lie above the outputs."""
+    stops = {node_of(t) for t in outputs}
+    behind = set(graph_nodes(list(stops)))
+    return [node for node in graph_nodes([loss.grad_fn]) if node not in behind]
+
+
+def _choices(options: list[list[lay.Layout]]) -> list[list[lay.Layout]]:
+    """One layout per output; outputs without a doubt are the common case."""
+    choices: list[list[lay.Layout]] = [[]]
+    for option in options:
+        choices = [[*choice, layout] for choice in choices for layout in option]
+    return choices
+
+
+def _check_losses(losses: Tensor) -> None:
+    if not isinstance(losses, Tensor):
+        raise TypeError(f"losses is a tensor, not {type(losses).__name__}")
+    if losses.ndim > 1:
+        raise CaptureError(
+            f"losses has shape {tuple(losses.shape)}: reduce it to one loss per sample, (B,), or to one number"
+        )
+    if losses.ndim == 1 and len(losses) == 0:
+        raise CaptureError("no losses: an empty batch has no gradients")
+    if losses.is_complex():
+        raise CaptureError("losses are real numbers: take the absolute value or the real part")
+    if not losses.requires_grad:
+        raise CaptureError(
+            "the losses depend on no trainable parameter: was the forward run under no_grad, or outside the record "
+            "block?"
+        )
