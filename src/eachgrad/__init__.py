@@ -1,6 +1,7 @@
 """eachgrad: answers about each sample's gradient, from one ordinary batched backward."""
 
 from eachgrad.blocks import Block, Dense, Outer, Patches, Rows, Sum
+from eachgrad.call import call_for_per_sample_grads
 from eachgrad.errors import CaptureError, EachgradError, UnsupportedOp
 from eachgrad.grads import Gradient, PerSampleGrads
 from eachgrad.receipt import Receipt, Verification, verify
@@ -10,5 +11,5 @@ from eachgrad.tape import Tape, record
 __version__ = "0.1.0"
 __all__ = [
     "Block", "CaptureError", "Dense", "EachgradError", "Gradient", "Outer", "Patches", "PerSampleGrads", "Receipt",
-    "Rows", "Sum", "Tape", "UnsupportedOp", "Verification", "record", "rule", "verify", "via_vmap",
+    "Rows", "Sum", "Tape", "UnsupportedOp", "Verification", "call_for_per_sample_grads", "record", "rule", "verify", "via_vmap",
 ]  # fmt: skip

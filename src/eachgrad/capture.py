@@ -209,11 +209,11 @@ class Recorder(TorchFunctionMode):
             return None
         if func in RULES:
             return self._record(func, args, kwargs, sources, strong)
-        opened = _opened(func)
-        if opened is None:
+        body = opened(func)
+        if body is None:
             return NotImplemented
         with self:
-            return opened(*args, **kwargs)
+            return body(*args, **kwargs)
 
     def _expanded(self, t: Tensor, shape: torch.Size, strong: bool) -> Tensor:
         return self._record(torch.Tensor.expand, (t, *shape), {}, [t], strong)
@@ -368,7 +368,7 @@ def _broadcast_shape(func: Callable, args: tuple, kwargs: dict) -> torch.Size:
     return torch.broadcast_shapes(*(t.shape for t in tensors_in((args, kwargs))))
 
 
-def _opened(func: Callable) -> Callable | None:
+def opened(func: Callable) -> Callable | None:
     """A Python function of torch that runs its own body, so that the ops inside it are seen one by one.
 
     Such a function hands itself to the active mode as a whole before anything else; the copy is told that

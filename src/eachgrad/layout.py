@@ -156,7 +156,7 @@ def find(evidence: Evidence) -> Layout:
             owner = evidence.owners(dim)
         except Mixed:
             continue
-        layout = Along(dim, _ragged(owner, B))
+        layout = Along(dim, ragged(owner, B))
         if evidence.agrees(layout):
             return layout
     layout = Scattered(evidence.owners(None).view(shape))
@@ -190,12 +190,12 @@ def rows(layout: Scattered, lead: int, B: int) -> Fold | None:
     top = flat.amax(1)
     if bool(((flat != top[:, None]) & (flat >= 0)).any()):
         return None
-    return _ragged(top, B)
+    return ragged(top, B)
 
 
-def regular(B: int, shape: torch.Size, device: torch.device) -> list[Layout]:
+def regular(B: int, shape: torch.Size, device: torch.device) -> list[Along]:
     """The layouts that ordinary models have, most common first."""
-    found: list[Layout] = [Along(dim) for dim, n in enumerate(shape) if n == B]
+    found: list[Along] = [Along(dim) for dim, n in enumerate(shape) if n == B]
     for dim, n in enumerate(shape):
         if n > B and n % B == 0:
             index = torch.arange(n, device=device)
@@ -204,7 +204,7 @@ def regular(B: int, shape: torch.Size, device: torch.device) -> list[Layout]:
     return found
 
 
-def _ragged(owner: Tensor, B: int) -> Fold:
+def ragged(owner: Tensor, B: int) -> Fold:
     """The rows of each sample, padded with -1 to the longest."""
     counts = torch.bincount(owner[owner >= 0], minlength=B)
     m = max(1, int(counts.max()))

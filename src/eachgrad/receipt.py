@@ -73,11 +73,11 @@ class Record:
         reference = self._reference()
         exempt = tuple(name for name in grads if name in self._exempt())
         ones = torch.ones(grads.batch_size)
-        worst = 0.0
+        worst, floor = 0.0, 1e-3 * max(map(_largest, reference.values()), default=0.0)
         for name, gradient in grads.items():
             if name in reference and name not in exempt:
                 ours = gradient.weighted_sum(ones.to(gradient.parameter.device))
-                worst = max(worst, deviation(ours, reference[name]))
+                worst = max(worst, deviation(ours, reference[name], floor))
         sizes = {name: gradient.parameter.numel() for name, gradient in grads.items()}
         unused = tuple(name for name, gradient in grads.items() if gradient.block is None)
         total = sum(sizes.values())
@@ -139,26 +139,21 @@ def check_weighted_sum(
     weights = c if loss.ndim else torch.ones_like(loss)
     exempt = grads._record._exempt()
     names = [name for name in parameters if name not in exempt]
+    if not names:
+        return
     theirs = torch.autograd.grad(
         loss, [parameters[n] for n in names], weights, allow_unused=True, retain_graph=True
     )
     scale = c if loss.ndim else torch.ones(B, device=loss.device, dtype=loss.dtype)
+    floor = 1e-3 * max((_largest(_strided(t)) for t in theirs if t is not None), default=0.0)
     for name, value in zip(names, theirs, strict=True):
         ours = grads[name].weighted_sum(scale)
-        value = torch.zeros_like(ours) if value is None else value.to_dense() if value.is_sparse else value
-        if loss.ndim == 0:
-            value = value * (deviation_scale(ours, value, B))
-        gap = deviation(ours, value)
+        gap = deviation(ours, torch.zeros_like(ours) if value is None else _strided(value), floor)
         if not gap <= TOLERANCE[ours.dtype]:
             raise CaptureError(
                 f"check: the gradients of {name!r}, weighted and added, are off the ordinary gradient by {gap:.1e}. "
                 "A rule is wrong, or a tensor was changed behind autograd's back; please report it."
             )
-
-
-def deviation_scale(ours: Tensor, theirs: Tensor, B: int) -> int:
-    """1 for a summed loss, B for a mean, whichever brings the two closer."""
-    return 1 if deviation(ours, theirs) <= deviation(ours, theirs * B) else B
 
 
 @dataclass(frozen=True)

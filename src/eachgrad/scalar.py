@@ -1,136 +1,151 @@
-"""A loss that is one number: where its samples can still be told apart, and what reduced them.
+"""A loss that is one number: its samples are told apart at the model's outputs.
 
-The samples are marked at the model's outputs, whose batch dimension is known. That is right only if the
-loss is a sum over samples of functions of their outputs, and if what it was divided by is what the caller
-says; both are checked as far as the autograd graph shows them.
+That is right only if the loss is a sum over samples of functions of their outputs. Where the graph is
+still whole this is measured: no second derivative may connect two samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from eachgrad import layout as lay
-from eachgrad.capture import graph_nodes, node_of
+from eachgrad.capture import graph_nodes, node_of, tensors_in
 from eachgrad.errors import CaptureError
+from eachgrad.solve import Passes, Solved, marked, solved
 
-REDUCTIONS = ("sum", "mean")
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that the model returned, and where its samples may lie: one place if that is certain."""
+
+    tensor: Tensor
+    places: tuple[lay.Layout, ...]
 
 
-def cut(loss: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
+def outputs_of(value: Any, B: int, batch_dim: int) -> list[Output]:
+    """The differentiable outputs in what a model returns."""
+    if isinstance(value, PackedSequence):
+        return [Output(value.data, (_packed(value),))]
+    if isinstance(value, Tensor):
+        wanted = value.requires_grad and value.ndim > 0
+        return [Output(value, tuple(_places(value, B, batch_dim)))] if wanted else []
+    if isinstance(value, (tuple, list)):
+        return [found for item in value for found in outputs_of(item, B, batch_dim)]
+    if isinstance(value, dict):
+        return outputs_of(list(value.values()), B, batch_dim)
+    return outputs_of(tensors_in(getattr(value, "__dict__", {})), B, batch_dim)
+
+
+def _packed(value: PackedSequence) -> lay.Layout:
+    sizes = value.batch_sizes
+    starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    sequence = (torch.arange(len(starts)) - starts).to(value.data.device)
+    owner = sequence if value.sorted_indices is None else value.sorted_indices[sequence]
+    return lay.Along(0, lay.ragged(owner, int(sizes[0])))
+
+
+def _places(t: Tensor, B: int, batch_dim: int) -> list[lay.Layout]:
+    """The declared dimension first, if its size allows; then whatever else could hold B samples."""
+    found = lay.regular(B, t.shape, t.device)
+    declared = [p for p in found if p.dim == batch_dim]
+    return [*declared, *(p for p in found if p.dim != batch_dim)]
+
+
+def is_declared(place: lay.Layout, batch_dim: int) -> bool:
+    """Whether a place is what the caller's batch dimension says, without folding."""
+    return isinstance(place, lay.Along) and (place.fold is None or place.fold.kind == "ragged") and place.dim == batch_dim
+
+
+def cut(loss: Tensor, outputs: Sequence[Output]) -> list[Output]:
     """Those outputs that `loss` is computed from, and that lie behind no other such output."""
     below = set(graph_nodes([loss.grad_fn]))
-    reached = list({id(t): t for t in outputs if t.requires_grad and node_of(t) in below}.values())
-    reached = [t for t in reached if t.ndim > 0]
-    behind = {id(t): set(graph_nodes([t.grad_fn])) - {t.grad_fn} for t in reached}
-    return [t for t in reached if not any(node_of(t) in behind[id(s)] for s in reached if s is not t)]
+    reached = list({id(o.tensor): o for o in outputs if node_of(o.tensor) in below}.values())
+    behind = {id(o): set(graph_nodes([o.tensor.grad_fn])) - {o.tensor.grad_fn} for o in reached}
+    return [o for o in reached if not any(node_of(o.tensor) in behind[id(p)] for p in reached if p is not o)]
 
 
-def batch_layouts(t: Tensor, B: int, batch_dim: int) -> list[lay.Layout]:
-    """Where the samples may lie in one of the model's outputs: one answer if its size says so."""
-    if t.ndim > batch_dim and t.shape[batch_dim] == B:
-        return [lay.Along(batch_dim)]
-    return lay.regular(B, t.shape, t.device)
+def choices(outputs: Sequence[Output], batch_dim: int) -> Iterator[tuple[tuple[lay.Layout, ...], bool]]:
+    """Every way to place the samples of all outputs, and whether it is the declared way."""
+    for places in product(*(o.places for o in outputs)):
+        yield places, all(
+            is_declared(p, batch_dim) or len(o.places) == 1 for p, o in zip(places, outputs, strict=True)
+        )
 
 
-def mark(t: Tensor, v: Tensor, layout: lay.Layout, weights: Tensor) -> Tensor:
-    """The cotangent `v` of `t` with each sample's share multiplied by its weight."""
-    return v * weights.to(v.dtype)[lay.owners(layout, t.shape, t.device)]
+def settle(
+    passes: Passes,
+    outputs: Sequence[Output],
+    v: Sequence[Tensor],
+    plain: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
+    B: int,
+    batch_dim: int,
+) -> list[Solved]:
+    """The layout of every use, from samples marked at the outputs in the one way that fits everything."""
+    tensors, fitting = [o.tensor for o in outputs], []
+    for places, declared in choices(outputs, batch_dim):
+        check_additive(tensors, v, places, B)
+        found = solved(passes.recorder, plain, marked(passes, tensors, marker(tensors, v, places), B))
+        if plausible(found, inputs, batch_dim, B):
+            if declared:
+                return found
+            fitting.append(found)
+        elif declared and len(tensors) == 1 and len(outputs[0].places) == 1:
+            return found  # nothing else to try: what mixes is reported by name
+    if len(fitting) != 1:
+        shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
+        raise CaptureError(
+            f"the samples cannot be told apart in the model's outputs {shapes} for a batch of {B}: pass one loss per "
+            "sample to record(...).backward"
+        )
+    return fitting[0]
 
 
-def check_additive(
-    outputs: list[Tensor], gradients: Sequence[Tensor], layouts: Sequence[lay.Layout], B: int
-) -> None:
-    """Raise if the gradient at one sample's outputs depends on another sample's: the loss mixes them."""
-    if B == 1 or not any(v.requires_grad for v in gradients):
-        return
-    half = (torch.arange(B) % 2).to(outputs[0].device)
-    generator = torch.Generator().manual_seed(0)
-    pushes = [
-        torch.randn(t.shape, generator=generator).to(device=t.device, dtype=t.dtype)
-        * half[lay.owners(lo, t.shape, t.device)]
-        for t, lo in zip(outputs, layouts, strict=True)
+def marker(
+    tensors: Sequence[Tensor], v: Sequence[Tensor], places: Sequence[lay.Layout]
+) -> Callable[[lay.Marks, int], list[Tensor]]:
+    """Cotangents of the outputs with the samples marked, pass by pass."""
+    return lambda marks, k: [
+        mark(t, x.detach(), place, marks.weights(k, x)) for t, x, place in zip(tensors, v, places, strict=True)
     ]
-    pairs = [(v, p) for v, p in zip(gradients, pushes, strict=True) if v.requires_grad]
+
+
+def mark(t: Tensor, v: Tensor, place: lay.Layout, weights: Tensor) -> Tensor:
+    """The cotangent `v` of `t` with each sample's share multiplied by its weight."""
+    return v * weights.to(v.dtype)[lay.owners(place, t.shape, t.device).clamp(min=0)]
+
+
+def check_additive(tensors: list[Tensor], v: Sequence[Tensor], places: Sequence[lay.Layout], B: int) -> None:
+    """Raise if the gradient at one sample's outputs depends on another sample's: the loss mixes them."""
+    pairs = [k for k, t in enumerate(v) if t.requires_grad]
+    if B == 1 or not pairs:
+        return
+    half = (torch.arange(B) % 2).to(tensors[0].device)
+    sides = [half[lay.owners(p, t.shape, t.device).clamp(min=0)] for t, p in zip(tensors, places, strict=True)]
+    generator = torch.Generator().manual_seed(0)
+    pushes = [torch.randn(t.shape, generator=generator).to(t) * s for t, s in zip(tensors, sides, strict=True)]
     try:
         found = torch.autograd.grad(
-            [v for v, _ in pairs], outputs, [p for _, p in pairs], retain_graph=True, allow_unused=True
+            [v[k] for k in pairs], tensors, [pushes[k] for k in pairs], retain_graph=True, allow_unused=True
         )
-    except RuntimeError:  # some op of the loss has no second derivative: nothing to see here
+    except RuntimeError:  # some op of the loss has no second derivative: nothing to measure
         return
-    for t, lo, h in zip(outputs, layouts, found, strict=True):
+    for side, h in zip(sides, found, strict=True):
         if h is None:
             continue
-        others = half[lay.owners(lo, t.shape, t.device)] == 0
-        leak = torch.where(others, h, torch.zeros_like(h)).abs().amax()
+        leak = torch.where(side == 0, h, torch.zeros_like(h)).abs().amax()
         if bool(leak > 1e-6 * h.abs().amax()):
             raise CaptureError(
-                "the loss mixes samples: its gradient at one sample's outputs depends on the outputs of others "
-                "(a contrastive or batch-normalised loss). No sample has a loss of its own here."
+                "the loss mixes samples: its gradient at one sample's outputs depends on the outputs of others (a "
+                "contrastive or batch-normalised loss). No sample has a loss of its own here."
             )
-
-
-def check_reduction(nodes: Sequence[Any], declared: str, B: int) -> None:
-    """Raise if the nodes of the loss show another reduction than the declared one.
-
-    A mean that leaves out ignored targets, or weighs classes, divides by a number that depends on the
-    whole batch, so that it is neither.
-    """
-    if declared not in REDUCTIONS:
-        raise ValueError(f"loss_reduction is one of {REDUCTIONS}, not {declared!r}")
-    means, divided = False, False
-    for node in nodes:
-        name = node.name()
-        if name.startswith("NllLoss") and getattr(node, "_saved_reduction", 0) == 1:
-            _check_nll(node)
-        mean = _takes_mean(node)
-        means = means or mean
-        divided = divided or name.startswith(("DivBackward", "MulBackward"))
-    if B == 1:
-        return
-    if declared == "sum" and means:
-        raise CaptureError(
-            'loss_reduction="sum", but the loss takes a mean over the batch: pass loss_reduction="mean", or a vector '
-            "of one loss per sample"
-        )
-    if declared == "mean" and not means and not divided:
-        raise CaptureError(
-            'loss_reduction="mean", but nothing in the loss divides by the size of the batch: pass '
-            'loss_reduction="sum", or a vector of one loss per sample'
-        )
-
-
-def _takes_mean(node: Any) -> bool:
-    name = node.name()
-    if name == "MeanBackward0":  # over everything
-        return True
-    if name == "MeanBackward1":
-        sizes, dims = node._saved_self_sym_sizes, node._saved_dim
-        if not dims:
-            return True
-        dims = {d - 2**64 if d >= 2**63 else d for d in dims}
-        return any(d % len(sizes) == 0 for d in dims)
-    return "Loss" in name or "CrossEntropy" in name or "KlDiv" in name if _reduces_by_mean(node) else False
-
-
-def _reduces_by_mean(node: Any) -> bool:
-    return getattr(node, "_saved_reduction", 0) == 1
-
-
-def _check_nll(node: Any) -> None:
-    try:
-        weight, total, target = node._saved_weight, node._saved_total_weight, node._saved_target
-    except RuntimeError:  # the graph has been freed
-        return
-    if weight is not None or int(total) != target.numel():
-        raise CaptureError(
-            "the loss is a mean that leaves out ignored targets or weighs classes: it divides by the total weight of "
-            'the whole batch, so that samples are not independent. Use reduction="none" and pass one loss per sample, '
-            'or reduction="sum" with loss_reduction="sum".'
-        )
 
 
 def plausible(solved: Sequence[Any], inputs: Sequence[Tensor], batch_dim: int, B: int) -> bool:
@@ -140,23 +155,21 @@ def plausible(solved: Sequence[Any], inputs: Sequence[Tensor], batch_dim: int, B
             if item.use.strong:
                 return False
             continue
-        for t in item.use.args[:1]:
-            for leaf in inputs:
-                if isinstance(t, Tensor) and not _reads_as_it_lies(t, leaf, item.layout, batch_dim, B):
-                    return False
+        read = [t for t in item.use.args[:1] if isinstance(t, Tensor)]
+        if not all(_reads_as_it_lies(t, leaf, item.layout, batch_dim, B) for t in read for leaf in inputs):
+            return False
     return True
 
 
-def _reads_as_it_lies(t: Tensor, leaf: Tensor, layout: lay.Layout, batch_dim: int, B: int) -> bool:
-    """Whether the rows of `t`, a view of the input `leaf`, belong to the samples that `layout` says."""
-    if not isinstance(layout, lay.Along) or layout.dim >= t.ndim or leaf.ndim <= batch_dim:
+def _reads_as_it_lies(t: Tensor, leaf: Tensor, place: lay.Layout, batch_dim: int, B: int) -> bool:
+    """Whether the rows of `t`, if it is a view of the input `leaf`, belong to the samples that `place` says."""
+    if not isinstance(place, lay.Along) or place.dim >= t.ndim or leaf.ndim <= batch_dim:
         return True
     same = t.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr()
     if not same or not leaf.is_contiguous() or leaf.shape[batch_dim] != B:
         return True
-    n = t.shape[layout.dim]
-    start = t.storage_offset() - leaf.storage_offset()
-    place = start + torch.arange(n) * t.stride(layout.dim)
-    sample = place // leaf.stride(batch_dim) % B
-    shape = torch.Size([n if d == layout.dim else 1 for d in range(t.ndim)])
-    return bool((lay.owners(layout, shape, torch.device("cpu")).flatten() == sample).all())
+    n = t.shape[place.dim]
+    offset = t.storage_offset() - leaf.storage_offset() + torch.arange(n) * t.stride(place.dim)
+    sample = offset // leaf.stride(batch_dim) % B
+    shape = torch.Size([n if d == place.dim else 1 for d in range(t.ndim)])
+    return bool((lay.owners(place, shape, t.device).flatten().cpu() == sample).all())

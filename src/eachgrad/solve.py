@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,19 +12,13 @@ from torch import Tensor
 from eachgrad import layout as lay
 from eachgrad import uses as use_blocks
 from eachgrad.blocks import Block, Dense, add
-from eachgrad.capture import Recorder, Use, graph_nodes, node_of
+from eachgrad.capture import Recorder, Use, graph_nodes, node_of, opened
 from eachgrad.errors import CaptureError
 
 Weights = list[Tensor]  # one cotangent per root
 
-
-@dataclass(frozen=True)
-class Roots:
-    """Where a backward starts: tensors, their cotangents, and the same with the samples marked."""
-
-    tensors: list[Tensor]
-    plain: Weights
-    marked: Callable[[lay.Marks, int], Weights]  # marks, pass -> cotangents
+# Both hand themselves to an active mode, which would then be off inside; a checkpoint needs it on.
+_grad, _backward = opened(torch.autograd.grad), opened(torch.autograd.backward)
 
 
 @dataclass
@@ -46,47 +40,58 @@ class Passes:
         self.reentrant = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
         self.leaves = [v for node in nodes if (v := getattr(node, "variable", None)) is not None]
 
-    def run(self, roots: list[Tensor], weights: Weights, retain: bool = True) -> list[Tensor | None]:
-        if self.reentrant:
-            return self._run_with_hooks(roots, weights, retain)
+    def run(self, roots: list[Tensor], weights: Weights) -> list[Tensor | None]:
+        """All gradients together, nothing else touched."""
+        if self.reentrant:  # such a checkpoint records in the backward and allows no torch.autograd.grad
+            found: dict[int, Tensor] = {}
+            with grads_untouched([*self.leaves, *self.recorder.tensors]):
+                self.stream(roots, weights, found.__setitem__)
+                self._check_nothing_hidden()
+            return [found.get(n) for n in range(len(self.recorder.uses))]
         taps = [use.tap for use in self.recorder.uses]
         if not taps:
             return []
-        with self.replaying():
-            found = torch.autograd.grad(roots, taps, weights, retain_graph=retain, allow_unused=True)
-        return list(found)
+        with self._replaying(), grads_untouched(self.recorder.tensors):
+            gradients = _grad(roots, taps, weights, retain_graph=True, allow_unused=True)
+            self._check_nothing_hidden()
+        return list(gradients)
 
-    def _run_with_hooks(self, roots: list[Tensor], weights: Weights, retain: bool) -> list[Tensor | None]:
-        """For reentrant checkpoints, which record in the backward and allow no torch.autograd.grad."""
-        found: dict[int, Tensor] = {}
-        again: list[Use] = []
+    def _check_nothing_hidden(self) -> None:
+        """No op may have a backward of its own inside, that gives a parameter its gradient unseen."""
+        attached = {id(s) for use in self.recorder.uses if use.aliases for s in use.sources}
+        for p in self.recorder.tensors:
+            if p.grad is not None and not (self.reentrant and id(p) in attached):
+                raise CaptureError(
+                    f"the gradient of parameter {self.recorder.parameters[id(p)]!r} is computed by a backward inside "
+                    "another op's backward, where it cannot be followed; use torch.utils.checkpoint for checkpoints"
+                )
 
-        def watch(use: Use) -> None:
-            handles.append(use.tap.register_hook(lambda g: found.__setitem__(id(use), g)))
+    def stream(self, roots: list[Tensor], weights: Weights, arrived: Callable[[int, Tensor], object]) -> None:
+        """An ordinary backward, down to the leaves; each use's gradient is handed over as it arrives."""
+        before, again, handles = self.recorder.uses[: self.recorded], [], []
 
-        def added(use: Use) -> None:
+        def watch(n: int, use: Use) -> None:
+            handles.append(use.tap.register_hook(lambda g: arrived(n, g) and None))
+
+        def recomputed(use: Use) -> None:
             again.append(use)
-            watch(use)
+            if len(self.recorder.uses) < self.recorded + len(again):
+                self.recorder.uses.append(use)
+            watch(self.recorded + len(again) - 1, use)
 
-        handles: list = []
-        before = self.recorder.uses[: self.recorded]
-        for use in before:
-            watch(use)
-        self.recorder.on_recompute = added
-        taps = [use.tap for use in before if use.tap.is_leaf]
+        for n, use in enumerate(before):
+            watch(n, use)
+        self.recorder.on_recompute = recomputed if self.reentrant else None
         try:
-            with self.replaying(), _grads_untouched([*self.leaves, *self.recorder.tensors, *taps]):
-                torch.autograd.backward(roots, weights, retain_graph=retain)
+            with self._replaying(), grads_untouched([use.tap for use in before if use.tap.is_leaf]):
+                _backward(roots, weights, retain_graph=True)
         finally:
             self.recorder.on_recompute = None
             for handle in handles:
                 handle.remove()
-        if len(self.recorder.uses) == self.recorded:
-            self.recorder.uses.extend(again)
-        return [found.get(id(use)) for use in [*before, *again]]
 
     @contextmanager
-    def replaying(self) -> Iterator[None]:
+    def _replaying(self) -> Iterator[None]:
         """What a checkpoint runs again must run as it did the first time."""
         self.recorder.replaying = True
         try:
@@ -97,7 +102,7 @@ class Passes:
 
 
 @contextmanager
-def _grads_untouched(leaves: list[Tensor]) -> Iterator[None]:
+def grads_untouched(leaves: list[Tensor]) -> Iterator[None]:
     kept = [(leaf, leaf.grad) for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
@@ -108,49 +113,57 @@ def _grads_untouched(leaves: list[Tensor]) -> Iterator[None]:
             leaf.grad = grad
 
 
-def solve(recorder: Recorder, roots: Roots, B: int, passes: Passes | None = None) -> list[Solved]:
-    """The output gradient of every use, and the layout of its samples."""
-    passes = passes or Passes(recorder, roots.tensors)
-    plain = passes.run(roots.tensors, roots.plain)
-    return [
-        Solved(use, g, layout)
-        for use, g, layout in zip(
-            recorder.uses, plain, layouts(recorder, roots, passes, plain, B), strict=True
-        )
-        if g is not None
-    ]
+@dataclass
+class Marked:
+    """The gradients of all uses in the marked passes, against which the plain ones are held."""
 
+    marks: lay.Marks | None  # None: a batch of one
+    gradients: list[list[Tensor | None]]  # by pass and use
 
-def layouts(
-    recorder: Recorder, roots: Roots, passes: Passes, plain: list[Tensor | None], B: int
-) -> list[lay.Layout | None]:
-    """Where the samples lie in each gradient; None where they mix or there is no gradient."""
-    if B == 1:
-        return [None if g is None else lay.whole(g) for g in plain]
-    marks = lay.marks(B, {g.dtype for g in plain if g is not None} | {t.dtype for t in roots.tensors})
-    marked = [passes.run(roots.tensors, roots.marked(marks, k)) for k in range(marks.passes)]
-    found: list[lay.Layout | None] = []
-    for n, g in enumerate(plain):
-        if g is None:
-            found.append(None)
-            continue
-        evidence = lay.Evidence(g, lambda k, n=n: marked[k][n], marks)
+    def place(self, n: int, g: Tensor) -> lay.Layout | None:
+        """Where the samples lie in the gradient of use `n`; None where they mix."""
+        if self.marks is None:
+            return lay.whole(g)
         try:
-            found.append(lay.find(evidence))
+            return lay.find(lay.Evidence(g, lambda k: self.gradients[k][n], self.marks))
         except lay.Mixed:
-            found.append(None)
-    return found
+            return None
+
+    def forget(self, n: int) -> None:
+        for row in self.gradients:
+            row[n] = None
 
 
-def assemble(recorder: Recorder, solved: list[Solved], roots: list[Tensor], B: int) -> dict[str, Block]:
+def marked(passes: Passes, roots: list[Tensor], weights: Callable[[lay.Marks, int], Weights], B: int) -> Marked:
+    """Run the marked passes: as many as it takes to tell B samples apart."""
+    if B == 1:
+        return Marked(None, [])
+    marks = lay.marks(B, {use.tap.dtype for use in passes.recorder.uses} | {t.dtype for t in roots})
+    return Marked(marks, [passes.run(roots, weights(marks, k)) for k in range(marks.passes)])
+
+
+def solved(recorder: Recorder, plain: Sequence[Tensor | None], evidence: Marked) -> list[Solved]:
+    """Every use that has a gradient, with the place of its samples."""
+    found = enumerate(zip(recorder.uses, plain, strict=True))
+    return [Solved(use, g, evidence.place(n, g)) for n, (use, g) in found if g is not None]
+
+
+def assemble(recorder: Recorder, uses: list[Solved], roots: list[Tensor], B: int) -> dict[str, Block]:
     """A block for each parameter that the roots depend on; an error for any that is not covered."""
-    accepted = _accept(recorder, solved)
+    accepted = _accept(recorder, uses)
     _check_complete(recorder, accepted, roots)
+    return blocks_of(recorder, accepted, B)
+
+
+def blocks_of(recorder: Recorder, accepted: list[tuple[Solved, set[int]]], B: int) -> dict[str, Block]:
+    """The blocks of uses that count, by parameter; each use with the ids of the sources it counts for."""
     parts: dict[str, list[Block]] = {}
     for item, wanted in accepted:
         if not wanted:
             continue
-        for source, block in zip(item.use.sources, blocks_of(recorder, item, B), strict=True):
+        assert item.layout is not None
+        found = use_blocks.blocks(item.use, item.g, item.layout, B)
+        for source, block in zip(item.use.sources, found, strict=True):
             if id(source) not in wanted:
                 continue
             for name, piece in _pulled_back(recorder, source, block).items():
@@ -158,20 +171,15 @@ def assemble(recorder: Recorder, solved: list[Solved], roots: list[Tensor], B: i
     return {name: add(pieces) for name, pieces in parts.items()}
 
 
-def blocks_of(recorder: Recorder, item: Solved, B: int) -> tuple[Block, ...]:
-    assert item.layout is not None
-    return use_blocks.blocks(item.use, item.g, item.layout, B)
-
-
-def _accept(recorder: Recorder, solved: list[Solved]) -> list[tuple[Solved, set[int]]]:
+def _accept(recorder: Recorder, uses: list[Solved]) -> list[tuple[Solved, set[int]]]:
     """Each use that counts, with the ids of the sources it counts for.
 
     A candidate counts if its output turned out to have samples of its own; then whatever was derived from
     that output is accounted for and drops out of the uses further on.
     """
     accepted: list[tuple[Solved, set[int]]] = []
-    settled = {id(item.use) for item in solved if not item.use.strong and item.layout is not None}
-    for item in solved:
+    settled = {id(item.use) for item in uses if not item.use.strong and item.layout is not None}
+    for item in uses:
         use = item.use
         if not use.strong and item.layout is None:
             continue

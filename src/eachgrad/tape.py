@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from eachgrad import layout as lay
-from eachgrad import scalar
-from eachgrad.capture import Recorder, graph_nodes, named_trainable, node_of, tensors_in
+from eachgrad import lossgraph, scalar
+from eachgrad.capture import Recorder, named_trainable, node_of, tensors_in
 from eachgrad.errors import CaptureError
 from eachgrad.grads import Gradient, PerSampleGrads
 from eachgrad.receipt import Record, check_weighted_sum
-from eachgrad.solve import Passes, Roots, Solved, assemble, layouts, solve
+from eachgrad.solve import Passes, Solved, assemble, marked, solved
 
 _active = threading.local()
 
@@ -48,7 +48,7 @@ class Tape:
         self.given_batch_size = batch_size
         self.recorder = Recorder(named_trainable(model), batch_size, attach=check)
         self.inputs: list[Tensor] = []
-        self.outputs: list[Tensor] = []
+        self.outputs: list[Any] = []
         self._thread = threading.get_ident()
         self._hooks: list[Any] = []
         self._state = "new"
@@ -89,9 +89,10 @@ class Tape:
             raise CaptureError(
                 f"{B} losses, but batch_size={self.given_batch_size}: pass one loss per sample"
             )
-        ones = torch.ones_like(losses)
-        roots = Roots([losses], [ones], lambda marks, k: [marks.weights(k, losses)])
-        return self._answer(solve(self.recorder, roots, B), losses, B)
+        passes = Passes(self.recorder, [losses])
+        plain = passes.run([losses], [torch.ones_like(losses)])
+        evidence = marked(passes, [losses], lambda marks, k: [marks.weights(k, losses)], B)
+        return self._answer(solved(self.recorder, plain, evidence), losses, B)
 
     def _scalar(self, loss: Tensor, reduction: str | None) -> PerSampleGrads:
         if reduction is None:
@@ -101,54 +102,29 @@ class Tape:
             raise CaptureError(
                 "the batch size is not known: pass record(model, batch_size=...), or one loss per sample"
             )
-        outputs = scalar.cut(loss, self.outputs)
+        returned = [o for value in self.outputs for o in scalar.outputs_of(value, B, self.batch_dim)]
+        outputs = scalar.cut(loss, returned)
         if not outputs:
             raise CaptureError(
                 "a loss that is one number is followed from the model's outputs, and it depends on none of them: call "
                 "the recorded model itself, or pass one loss per sample"
             )
-        nodes = _between(loss, outputs)
-        scalar.check_reduction(nodes, reduction, B)
-        with torch.enable_grad():
-            v = torch.autograd.grad(loss, outputs, create_graph=True)
+        edges = {(node_of(o.tensor), o.tensor.output_nr): place_state(o.places) for o in outputs}
+        lossgraph.check(loss.grad_fn, edges, reduction, B, None)
+        v = torch.autograd.grad(loss, [o.tensor for o in outputs], create_graph=True)
         passes = Passes(self.recorder, [loss])
-        scale = torch.full_like(loss, B if reduction == "mean" else 1)
-        plain = passes.run([loss], [scale])
-        found: list[tuple[list[Solved], list[lay.Layout]]] = []
-        for choice in _choices([scalar.batch_layouts(t, B, self.batch_dim) for t in outputs]):
-            scalar.check_additive(outputs, v, choice, B)
-            weights = [x.detach() * scale for x in v]
-
-            def marked(marks: lay.Marks, k: int, choice=choice, weights=weights) -> list[Tensor]:
-                return [
-                    scalar.mark(t, x, lo, marks.weights(k, x))
-                    for t, x, lo in zip(outputs, weights, choice, strict=True)
-                ]
-
-            roots = Roots(outputs, weights, marked)
-            places = layouts(self.recorder, roots, passes, plain, B)
-            solved = [
-                Solved(use, g, place)
-                for use, g, place in zip(self.recorder.uses, plain, places, strict=True)
-                if g is not None
-            ]
-            if scalar.plausible(solved, self.inputs, self.batch_dim, B):
-                found.append((solved, choice))
-        if len(found) != 1:
-            shapes = ", ".join(str(tuple(t.shape)) for t in outputs)
-            raise CaptureError(
-                f"the samples cannot be told apart in the model's outputs {shapes} for a batch of {B}: pass one loss "
-                "per sample"
-            )
-        return self._answer(found[0][0], loss, B, passes)
+        plain = passes.run([loss], [torch.ones_like(loss)])
+        uses = scalar.settle(passes, outputs, v, plain, self.inputs, B, self.batch_dim)
+        scale = B if reduction == "mean" else 1
+        return self._answer([Solved(u.use, u.g * scale, u.layout) for u in uses], loss * scale, B)
 
     def _answer(
-        self, solved: list[Solved], loss: Tensor, B: int, passes: Passes | None = None
+        self, uses: list[Solved], loss: Tensor, B: int
     ) -> PerSampleGrads:
-        blocks = assemble(self.recorder, solved, [loss], B)
+        blocks = assemble(self.recorder, uses, [loss], B)
         parameters = named_trainable(self.model)
         gradients = {name: Gradient(name, p, blocks.get(name), B) for name, p in parameters.items()}
-        grads = PerSampleGrads(gradients, B, Record(self.model, self.recorder, solved))
+        grads = PerSampleGrads(gradients, B, Record(self.model, self.recorder, uses))
         if self.check:
             check_weighted_sum(grads, loss, self.recorder, parameters)
         return grads
@@ -174,28 +150,13 @@ class Tape:
 
     def _leaving(self, module: nn.Module, args: tuple, output: Any) -> None:
         if threading.get_ident() == self._thread:
-            self.outputs.extend(output_tensors(output))
+            self.outputs.append(output)
 
 
-def output_tensors(output: Any) -> list[Tensor]:
-    """The tensors in what a model returns: nested containers, and objects with tensor attributes."""
-    found = tensors_in(output)
-    return found or tensors_in(getattr(output, "__dict__", {}))
-
-
-def _between(loss: Tensor, outputs: Sequence[Tensor]) -> list[Any]:
-    """The nodes of the loss that lie above the outputs."""
-    stops = {node_of(t) for t in outputs}
-    behind = set(graph_nodes(list(stops)))
-    return [node for node in graph_nodes([loss.grad_fn]) if node not in behind]
-
-
-def _choices(options: list[list[lay.Layout]]) -> list[list[lay.Layout]]:
-    """One layout per output; outputs without a doubt are the common case."""
-    choices: list[list[lay.Layout]] = [[]]
-    for option in options:
-        choices = [[*choice, layout] for choice in choices for layout in option]
-    return choices
+def place_state(places: Sequence[lay.Layout]) -> int | str:
+    """The dimension along which an output's samples lie, if that is certain enough to read the loss by."""
+    first = places[0] if places else None
+    return first.dim if isinstance(first, lay.Along) else "unknown"
 
 
 def _check_losses(losses: Tensor) -> None:
