@@ -32,6 +32,7 @@ from eachgrad.errors import CaptureError, UnsupportedOp
 from eachgrad.rules import BROADCAST, COMPOSITES, RULES, Rule
 from eachgrad.rules.broadcast import IN_PLACE
 from eachgrad.rules.recurrent import meet, use_at
+from eachgrad.rules.registry import as_called
 
 Node = Any  # torch.autograd.graph.Node
 
@@ -137,6 +138,8 @@ class Recorder(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, torch._ops.OpOverloadPacket):
+            func = as_called(func)
         found = tensors_in((args, kwargs))
         if not found or func in _PASSIVE:
             return func(*args, **kwargs)
@@ -158,8 +161,8 @@ class Recorder(TorchFunctionMode):
         self._refuse_mixing(func, args, kwargs)
         if not carriers:
             return self._passed(func, args, kwargs, strong)
-        ids = {id(t) for t, _ in carriers}
-        weak = not strong and any(id(t) not in ids and self.may_have_samples(t) for t in found)
+        pure = {id(t) for t, kind in carriers if kind == "pure"}
+        weak = not strong and any(id(t) not in pure and self.may_have_samples(t) for t in found)
         if func in _EXPANDING:
             weak = weak or not strong
         if not strong:
@@ -171,9 +174,9 @@ class Recorder(TorchFunctionMode):
             if strong:
                 self.mark_strong(out)
             return out
-        pure = [t for t, kind in carriers if kind == "pure"]
-        if strong and pure:
-            self._refuse(func, pure[0])
+        refused = [t for t, kind in carriers if kind == "pure"]
+        if strong and refused:
+            self._refuse(func, refused[0])
         for t, _ in carriers:
             self.without_rule.update(dict.fromkeys(self.names_of(t), f"{op_name(func)} at {call_site()}"))
         return self._passed(func, args, kwargs, strong)

@@ -30,17 +30,30 @@ class Output:
 
 
 def outputs_of(value: Any, B: int, batch_dim: int) -> list[Output]:
-    """The differentiable outputs in what a model returns."""
+    """The differentiable outputs in what a model returns.
+
+    The first whose declared dimension has the right size has its samples there, and nowhere else; the
+    others, such as final states, may have them along another dimension of that size.
+    """
+    found = _outputs(value, B, batch_dim)
+    for k, output in enumerate(found):
+        if output.places and is_declared(output.places[0], batch_dim):
+            found[k] = Output(output.tensor, output.places[:1])
+            break
+    return found
+
+
+def _outputs(value: Any, B: int, batch_dim: int) -> list[Output]:
     if isinstance(value, PackedSequence):
         return [Output(value.data, (_packed(value),))]
     if isinstance(value, Tensor):
         wanted = value.requires_grad and value.ndim > 0
         return [Output(value, tuple(_places(value, B, batch_dim)))] if wanted else []
     if isinstance(value, (tuple, list)):
-        return [found for item in value for found in outputs_of(item, B, batch_dim)]
+        return [found for item in value for found in _outputs(item, B, batch_dim)]
     if isinstance(value, dict):
-        return outputs_of(list(value.values()), B, batch_dim)
-    return outputs_of(tensors_in(getattr(value, "__dict__", {})), B, batch_dim)
+        return _outputs(list(value.values()), B, batch_dim)
+    return _outputs(tensors_in(getattr(value, "__dict__", {})), B, batch_dim)
 
 
 def _packed(value: PackedSequence) -> lay.Layout:
@@ -97,7 +110,7 @@ def settle(
             if declared:
                 return found
             fitting.append(found)
-        elif declared and len(tensors) == 1 and len(outputs[0].places) == 1:
+        elif all(len(o.places) == 1 for o in outputs):
             return found  # nothing else to try: what mixes is reported by name
     if len(fitting) != 1:
         shapes = ", ".join(str(tuple(t.shape)) for t in tensors)

@@ -25,10 +25,9 @@ def forward_helper(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) 
     check_weights(x, [*args, *kwargs.values()])
 
     def plain(value: Any) -> Any:
-        if value is x or not isinstance(value, Tensor):
-            return value
-        # Detached: autocast keeps the cast of a leaf, and one made inside a Function has no gradient.
-        return unpack_expanded_weight_or_tensor(value, Tensor.detach)
+        return (
+            value if value is x or not isinstance(value, Tensor) else unpack_expanded_weight_or_tensor(value)
+        )
 
     return func(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
 

@@ -1,6 +1,6 @@
 """What each op does to a parameter's gradient: one file per op family."""
 
-from eachgrad.rules import broadcast, convolution, embedding, linear, norm, recurrent
+from eachgrad.rules import broadcast, convolution, embedding, linear, looped, norm, recurrent
 from eachgrad.rules.registry import BROADCAST, COMPOSITES, RULES, Rule, composite, rule, via_vmap
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "convolution",
     "embedding",
     "linear",
+    "looped",
     "norm",
     "recurrent",
     "rule",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -44,14 +46,53 @@ def _torch_embedding(
 
 
 @composite(torch.Tensor.__getitem__)
-def _getitem(input: Tensor, index: object) -> Tensor:
-    if isinstance(index, Tensor) and input.ndim == 2 and index.dtype in (torch.int64, torch.int32):
-        return F.embedding(index % len(input), input)
+def _getitem(input: Tensor, index: Any) -> Tensor:
+    if isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32):
+        return _rows(input, torch.where(index < 0, index + len(input), index))
     return NotImplemented
 
 
 @composite(torch.index_select, torch.Tensor.index_select)
 def _index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:
-    if input.ndim == 2 and dim in (0, -2):
-        return F.embedding(index, input)
-    return NotImplemented
+    return _rows(input, index) if dim % input.ndim == 0 else NotImplemented
+
+
+def _rows(table: Tensor, index: Tensor) -> Tensor:
+    """table[index], as an embedding of flat rows."""
+    return F.embedding(index, table.reshape(len(table), -1)).reshape(*index.shape, *table.shape[1:])
+
+
+@composite(F.embedding_bag)
+def _embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Look up, then reduce each bag: a bag without entries is zero, and padding takes no part."""
+    if scale_grad_by_freq:
+        return NotImplemented
+    if input.ndim == 2:
+        bag = torch.arange(len(input), device=input.device).repeat_interleave(input.shape[1])
+        bags, input = len(input), input.reshape(-1)
+    else:
+        assert offsets is not None
+        ends = offsets if include_last_offset else torch.cat([offsets, offsets.new_tensor([len(input)])])
+        bags = len(ends) - 1
+        bag = torch.arange(bags, device=input.device).repeat_interleave(ends.diff())
+    rows = F.embedding(input, weight, padding_idx, max_norm, norm_type)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.reshape(-1, 1)
+    keep = torch.ones_like(input, dtype=torch.bool)
+    if padding_idx is not None:
+        keep = input != padding_idx % len(weight)
+    index = bag[keep].unsqueeze(1).expand(-1, rows.shape[1])
+    reduce = {"sum": "sum", "mean": "mean", "max": "amax"}[mode]
+    return rows.new_zeros(bags, rows.shape[1]).scatter_reduce(0, index, rows[keep], reduce, include_self=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from string import ascii_letters
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,6 +82,30 @@ def _einsum(g: Tensor, equation: str, *operands: Tensor, batch_dim: int) -> dict
         raise NeedsLoop
     found = contract(list(operands), letters, g, out, batch_dim)
     return {f"operands.{k}": block for k, block in enumerate(found)}
+
+
+@composite(torch.einsum)
+def _einsum_of_a_list(equation: str, *operands: Any) -> Tensor:
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        return torch.einsum(equation, *operands[0])
+    return NotImplemented
+
+
+@composite(torch.tensordot)
+def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Tensor:
+    """The contracted dimensions last in `a` and first in `b`, then one matrix product."""
+    if isinstance(dims, Tensor):
+        dims = dims.tolist()
+    over_a = list(range(a.ndim - dims, a.ndim)) if isinstance(dims, int) else [d % a.ndim for d in dims[0]]
+    over_b = list(range(dims)) if isinstance(dims, int) else [d % b.ndim for d in dims[1]]
+    free_a = [d for d in range(a.ndim) if d not in over_a]
+    free_b = [d for d in range(b.ndim) if d not in over_b]
+    letters_a = dict(zip([*free_a, *over_a], ascii_letters, strict=False))
+    letters_b = {d: letters_a[e] for d, e in zip(over_b, over_a, strict=True)}
+    letters_b |= dict(zip(free_b, ascii_letters[a.ndim :], strict=False))
+    left, right = "".join(letters_a[d] for d in range(a.ndim)), "".join(letters_b[d] for d in range(b.ndim))
+    result = "".join([letters_a[d] for d in free_a] + [letters_b[d] for d in free_b])
+    return torch.einsum(f"{left},{right}->{result}", a, b)
 
 
 class Unanswered(Block):

@@ -57,6 +57,14 @@ COMPOSITES: dict[Callable, Callable] = {}
 BROADCAST: set[Callable] = set()
 
 
+def as_called(op: Callable) -> Callable:
+    """The function that a recording sees when `op` is called: a custom op's only overload."""
+    op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returns
+    if isinstance(op, torch._ops.OpOverloadPacket) and op.overloads() == ["default"]:
+        return op.default
+    return op
+
+
 def _first_dimension(g: Tensor, arguments: Arguments) -> int:
     return 1
 
@@ -76,7 +84,7 @@ def rule(
 
     def register(function: RuleFunction) -> RuleFunction:
         for op in ops:
-            RULES[op] = Rule(function, samples, lead)
+            RULES[as_called(op)] = Rule(function, samples, lead)
         return function
 
     return register
