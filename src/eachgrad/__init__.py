@@ -11,5 +11,6 @@ from eachgrad.tape import Tape, record
 __version__ = "0.1.0"
 __all__ = [
     "Block", "CaptureError", "Dense", "EachgradError", "Gradient", "Outer", "Patches", "PerSampleGrads", "Receipt",
-    "Rows", "Sum", "Tape", "UnsupportedOp", "Verification", "call_for_per_sample_grads", "record", "rule", "verify", "via_vmap",
+    "Rows", "Sum", "Tape", "UnsupportedOp", "Verification", "call_for_per_sample_grads", "record", "rule", "verify",
+    "via_vmap",
 ]  # fmt: skip

@@ -153,10 +153,12 @@ class _Gate(torch.autograd.Function):
                 "parameters of a module called by call_for_per_sample_grads is not supported"
             )
         if torch.is_grad_enabled():
-            raise RuntimeError("per-sample gradients cannot be differentiated again: call backward without create_graph")
+            raise RuntimeError(
+                "per-sample gradients cannot be differentiated again: call backward without create_graph"
+            )
         if call.freed:
             raise RuntimeError("a second backward through the same call: pass retain_graph=True to the first one")
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
         _check_loss(ctx, call, v)
         grads = call.backward(v, full)
         if not keep:

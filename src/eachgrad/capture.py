@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map
 from eachgrad.errors import CaptureError, UnsupportedOp
 from eachgrad.rules import BROADCAST, COMPOSITES, RULES, Rule
 from eachgrad.rules.broadcast import IN_PLACE
-from eachgrad.rules.recurrent import meet, use_at
+from eachgrad.rules.recurrent import bare, meet, use_at
 from eachgrad.rules.registry import as_called
 
 Node = Any  # torch.autograd.graph.Node
@@ -52,10 +52,20 @@ class Use:
     ops_since: tuple[str, ...]  # what ran between the use before this one and this one
     aliases: tuple[Tensor, ...] = ()  # the sources as the op saw them, where it stayed attached
     versions: tuple[tuple[Tensor, int], ...] = field(default=(), repr=False)
+    source_versions: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
         return op_name(self.op)
+
+    def check_sources(self) -> None:
+        """To be called where the values of the parameters are used, and not their shapes alone."""
+        for source, version in zip(self.sources, self.source_versions, strict=True):
+            if source._version != version:
+                raise CaptureError(
+                    f"a parameter used by {self.name} at {self.where} was changed in place between the forward and "
+                    "the backward; update parameters after the gradients have been computed"
+                )
 
     def check_versions(self) -> None:
         for tensor, version in self.versions:
@@ -69,7 +79,7 @@ class Use:
 class Recorder(TorchFunctionMode):
     """Records every use of `parameters` while it is active, and leaves the results as they are."""
 
-    def __init__(self, parameters: dict[str, Tensor], batch_size: int | None, attach: bool = False):
+    def __init__(self, parameters: Mapping[str, Tensor], batch_size: int | None, attach: bool = False):
         super().__init__()
         self.tensors = list(parameters.values())
         self.parameters = {id(p): name for name, p in parameters.items()}
@@ -83,6 +93,7 @@ class Recorder(TorchFunctionMode):
         self.without_rule: dict[str, str] = {}  # parameter -> op it met that has no rule
         self._strong: dict[int, ref] = {}
         self._carriers: dict[int, tuple[ref, int, str | None]] = {}
+        self._loose: dict[int, Tensor] = {}
         self._ops: list[str] = []
 
     # What a tensor is
@@ -134,9 +145,7 @@ class Recorder(TorchFunctionMode):
 
     # The mode
 
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.OpOverloadPacket):
             func = as_called(func)
@@ -156,6 +165,8 @@ class Recorder(TorchFunctionMode):
                 strong = True
         if func is use_at:
             return self._use_at(*args)
+        if func is bare:
+            return self._bare(args[0]) if carriers else args[0]
         if func is meet:
             return self._expanded(args[0], args[0].shape, True) if carriers else args[0]
         self._refuse_mixing(func, args, kwargs)
@@ -212,18 +223,15 @@ class Recorder(TorchFunctionMode):
             return None
         if func in RULES:
             return self._record(func, args, kwargs, sources, strong)
-        body = opened(func)
-        if body is None:
+        if not _can_be_opened(func):
             return NotImplemented
         with self:
-            return body(*args, **kwargs)
+            return opened(func)(*args, **kwargs)
 
     def _expanded(self, t: Tensor, shape: torch.Size, strong: bool) -> Tensor:
         return self._record(torch.Tensor.expand, (t, *shape), {}, [t], strong)
 
-    def _record(
-        self, func: Callable, args: tuple, kwargs: dict, sources: list[Tensor], strong: bool
-    ) -> Tensor:
+    def _record(self, func: Callable, args: tuple, kwargs: dict, sources: list[Tensor], strong: bool) -> Tensor:
         unique = {id(t): t for t in sources}
         seen, aliases = {}, []
         for key, t in unique.items():
@@ -236,20 +244,41 @@ class Recorder(TorchFunctionMode):
         out = func(*call_args, **call_kwargs)
         if not out.requires_grad:
             out.requires_grad_()
-        use = Use(
-            func, RULES[func], args, kwargs, tuple(unique.values()), out, strong, call_site(), self.ops_so_far,
-            tuple(aliases), _versions((args, kwargs), unique),
-        )  # fmt: skip
-        self._add(use)
+        self._add(self._use(func, args, kwargs, unique, out, strong, aliases))
         return _own_history(out)
 
+    def _use(
+        self, func: Callable, args: tuple, kwargs: dict, sources: dict[int, Tensor], tap: Tensor, strong: bool,
+        aliases: list[Tensor],
+    ) -> Use:  # fmt: skip
+        return Use(
+            op=func,
+            rule=RULES[func],
+            args=args,
+            kwargs=kwargs,
+            sources=tuple(sources.values()),
+            tap=tap,
+            strong=strong,
+            where=call_site(),
+            ops_since=self.ops_so_far,
+            aliases=tuple(aliases),
+            versions=_versions((args, kwargs), sources),
+            source_versions=tuple(t._version for t in sources.values()),
+        )
+
+    def _bare(self, weight: Tensor) -> Tensor:
+        """A parameter as an op sees it whose use is recorded by `use_at` afterwards."""
+        if not self.attach:
+            return weight.detach()
+        alias = torch.ops.aten.alias(weight)
+        self._loose[id(weight)] = alias
+        return alias
+
     def _use_at(self, z: Tensor, op: Callable, *args: Tensor | None) -> None:
-        sources = tuple(t for t in args if t is not None and self.carrier(t) is not None)
+        sources = {id(t): t for t in args if t is not None and self.carrier(t) is not None}
         if sources:
-            unique = {id(t): t for t in sources}
-            self._add(
-                Use(op, RULES[op], args, {}, tuple(unique.values()), z, True, call_site(), self.ops_so_far)
-            )
+            aliases = [self._loose.pop(key) for key in sources if key in self._loose]
+            self._add(self._use(op, args, {}, sources, z, True, aliases))
 
     def _add(self, use: Use) -> None:
         if use.strong:
@@ -371,22 +400,24 @@ def _broadcast_shape(func: Callable, args: tuple, kwargs: dict) -> torch.Size:
     return torch.broadcast_shapes(*(t.shape for t in tensors_in((args, kwargs))))
 
 
-def opened(func: Callable) -> Callable | None:
+def opened(func: Callable) -> Callable:
     """A Python function of torch that runs its own body, so that the ops inside it are seen one by one.
 
     Such a function hands itself to the active mode as a whole before anything else; the copy is told that
     there is none.
     """
-    if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch"):
-        return None
-    if not any(name.startswith("has_torch_function") for name in func.__code__.co_names):
-        return None
+    assert isinstance(func, types.FunctionType)
     blind = {n: _never for n in func.__globals__ if n.startswith("has_torch_function")}
-    copy = types.FunctionType(
-        func.__code__, func.__globals__ | blind, func.__name__, func.__defaults__, func.__closure__
-    )
+    scope = func.__globals__ | blind
+    copy = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
+
+
+def _can_be_opened(func: Callable) -> bool:
+    if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch"):
+        return False
+    return any(name.startswith("has_torch_function") for name in func.__code__.co_names)
 
 
 def _never(*_: Any) -> bool:
@@ -400,12 +431,11 @@ _PASSIVE = {
     torch.Tensor.data_ptr, torch.Tensor.element_size, torch.Tensor.requires_grad_, torch.Tensor.retain_grad,
     torch.Tensor.register_hook, torch.Tensor.__hash__, torch.Tensor.__format__, torch.Tensor.__repr__,
 }  # fmt: skip
-_PASSIVE |= {
-    getattr(torch.Tensor, name).__get__
-    for name in ("shape dtype device layout is_cuda is_nested is_sparse is_quantized is_leaf grad_fn requires_grad ndim "
-                 "names grad is_meta is_mkldnn is_mps is_xpu itemsize nbytes output_nr _version is_cpu _backward_hooks").split()
-    if hasattr(torch.Tensor, name)
-}  # fmt: skip
+_ATTRIBUTES = """
+shape dtype device layout is_cuda is_nested is_sparse is_quantized is_leaf grad_fn requires_grad ndim names grad is_meta
+is_mkldnn is_mps is_xpu itemsize nbytes output_nr _version is_cpu _backward_hooks
+""".split()  # noqa: SIM905
+_PASSIVE |= {getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(torch.Tensor, name)}
 _EXPANDING = {
     torch.Tensor.expand, torch.Tensor.expand_as, torch.broadcast_to, torch.Tensor.broadcast_to, torch.Tensor.repeat,
     torch.tile, torch.Tensor.tile,

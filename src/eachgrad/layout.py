@@ -10,7 +10,7 @@ op that mixes samples is found wherever it hides.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,10 +78,10 @@ def marks(B: int, dtypes: set[torch.dtype]) -> Marks:
 
 @dataclass
 class Evidence:
-    """The gradients of one tensor: with all weights 1, and marked, pass by pass, as they are needed."""
+    """The gradients of one tensor: with all weights 1, and marked, pass by pass."""
 
     plain: Tensor
-    marked: Callable[[int], Tensor]  # pass -> gradient
+    marked: Sequence[Tensor]
     marks: Marks
 
     def owners(self, dim: int | None) -> Tensor:
@@ -95,9 +95,11 @@ class Evidence:
         # Judge each row by its largest element: the best conditioned ratio there is.
         place = torch.nan_to_num(flat, nan=0.0, posinf=0.0).argmax(1, keepdim=True)
         top = flat.gather(1, place).squeeze(1)
+        if bool((~flat.isfinite().all(1) & ~(top.isfinite() & (top > 0))).any()):
+            raise Mixed  # nothing finite to tell the owner by
         owner = torch.zeros(size, dtype=torch.long, device=plain.device)
         for k in range(self.marks.passes):
-            marked = _magnitude(self.marked(k))
+            marked = _magnitude(self.marked[k])
             marked = marked.reshape(-1, 1) if dim is None else marked.movedim(dim, 0).reshape(size, -1)
             ratio = torch.log2(marked.gather(1, place).squeeze(1).double() / top.double())
             powers = torch.unique(self.marks.powers[k]).to(ratio.device)
@@ -116,7 +118,7 @@ class Evidence:
         return all(self._agrees(layout, k) for k in range(self.marks.passes))
 
     def _agrees(self, layout: Layout, k: int) -> bool:
-        plain, marked = self.plain, self.marked(k)
+        plain, marked = self.plain, self.marked[k]
         factor = self._factors(layout, k)
         if isinstance(layout, Along):
             factor = factor.view([-1 if d == layout.dim else 1 for d in range(plain.ndim)])
@@ -129,9 +131,7 @@ class Evidence:
         if isinstance(layout, Along):
             others = [d for d in range(plain.ndim) if d != layout.dim]
             size = size.amax(others, keepdim=True) if others else size
-        # Numbers too small for their dtype's precision are rounded more coarsely than the rest.
-        coarse = 8 * torch.finfo(plain.dtype).smallest_normal * torch.finfo(plain.dtype).eps
-        close = (unmarked - plain).abs() <= slack * size + coarse
+        close = (unmarked - plain).abs() <= slack * size + _smallest(plain.dtype)
         return bool((same | close).all())
 
     def _factors(self, layout: Layout, k: int) -> Tensor:
@@ -228,6 +228,13 @@ def _rows_to_samples(fold: Fold, n: int) -> Tensor:
 
 def _magnitude(t: Tensor) -> Tensor:
     return t.detach().abs()
+
+
+def _smallest(dtype: torch.dtype) -> float:
+    """Below this a number may have been rounded to nothing, or coarsely, on its way through a marked pass."""
+    if dtype == torch.float16:
+        return 2.0**-22
+    return 2 * torch.finfo(dtype).smallest_normal * 2.0 ** _DEFAULT_POWERS[-1]
 
 
 def _slack(t: Tensor) -> float:

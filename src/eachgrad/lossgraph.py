@@ -23,7 +23,18 @@ _LINEAR = (
     "Stack", "Cat", "ToCopy", "Alias", "Clone", "Expand", "Unbind", "Slice", "Copy", "T", "Transpose", "Permute",
 )  # fmt: skip
 _SCALED = ("Mul", "Div")  # linear in one operand
-_ALONG_A_DIMENSION = ("Softmax", "LogSoftmax", "Logsumexp", "Cumsum", "Cumprod", "Sort", "Flip", "Max", "Min", "Topk")
+_ALONG_A_DIMENSION = (
+    "Softmax",
+    "LogSoftmax",
+    "Logsumexp",
+    "Cumsum",
+    "Cumprod",
+    "Sort",
+    "Flip",
+    "Max",
+    "Min",
+    "Topk",
+)
 _PRODUCTS = ("Mm", "Bmm", "Matmul", "Addmm", "Cdist", "Baddbmm")
 _MIXING = ("NativeBatchNorm", "CudnnBatchNorm", "Roll")
 
@@ -59,7 +70,10 @@ class _Reading:
         return self.states[root]
 
     def _state(self, node: Node, below: list[State]) -> State:
-        name, known = node.name().removesuffix("Backward0").removesuffix("Backward1"), [s for s in below if s is not None]
+        name, known = (
+            node.name().removesuffix("Backward0").removesuffix("Backward1"),
+            [s for s in below if s is not None],
+        )
         if not known:
             return None
         if "mixed" in known:
@@ -101,7 +115,17 @@ class _Reading:
             at = _signed(node._saved_dim)
             at = at % (len(out) + 1)
             return "unknown" if at == dim else dim - (at < dim)
-        if name in ("View", "UnsafeView", "Reshape", "Squeeze", "Expand", "Index", "Gather", "Slice", "Unbind"):
+        if name in (
+            "View",
+            "UnsafeView",
+            "Reshape",
+            "Squeeze",
+            "Expand",
+            "Index",
+            "Gather",
+            "Slice",
+            "Unbind",
+        ):
             return dim if dim == 0 and out else "unknown"
         if name in _PRODUCTS:
             return dim if dim == 0 else "unknown"

@@ -45,9 +45,7 @@ class Receipt:
         if self.unused:
             lines.append(f"unused, gradient zero: {', '.join(self.unused)}")
         if self.exempt:
-            lines.append(
-                f"not compared (gradients scaled by the batch's frequencies): {', '.join(self.exempt)}"
-            )
+            lines.append(f"not compared (gradients scaled by the batch's frequencies): {', '.join(self.exempt)}")
         return "\n".join(lines)
 
 
@@ -141,9 +139,7 @@ def check_weighted_sum(
     names = [name for name in parameters if name not in exempt]
     if not names:
         return
-    theirs = torch.autograd.grad(
-        loss, [parameters[n] for n in names], weights, allow_unused=True, retain_graph=True
-    )
+    theirs = torch.autograd.grad(loss, [parameters[n] for n in names], weights, allow_unused=True, retain_graph=True)
     scale = c if loss.ndim else torch.ones(B, device=loss.device, dtype=loss.dtype)
     floor = 1e-3 * max((_largest(_strided(t)) for t in theirs if t is not None), default=0.0)
     for name, value in zip(names, theirs, strict=True):

@@ -73,7 +73,9 @@ def _places(t: Tensor, B: int, batch_dim: int) -> list[lay.Layout]:
 
 def is_declared(place: lay.Layout, batch_dim: int) -> bool:
     """Whether a place is what the caller's batch dimension says, without folding."""
-    return isinstance(place, lay.Along) and (place.fold is None or place.fold.kind == "ragged") and place.dim == batch_dim
+    return (
+        isinstance(place, lay.Along) and (place.fold is None or place.fold.kind == "ragged") and place.dim == batch_dim
+    )
 
 
 def cut(loss: Tensor, outputs: Sequence[Output]) -> list[Output]:
@@ -87,8 +89,9 @@ def cut(loss: Tensor, outputs: Sequence[Output]) -> list[Output]:
 def choices(outputs: Sequence[Output], batch_dim: int) -> Iterator[tuple[tuple[lay.Layout, ...], bool]]:
     """Every way to place the samples of all outputs, and whether it is the declared way."""
     for places in product(*(o.places for o in outputs)):
-        yield places, all(
-            is_declared(p, batch_dim) or len(o.places) == 1 for p, o in zip(places, outputs, strict=True)
+        yield (
+            places,
+            all(is_declared(p, batch_dim) or len(o.places) == 1 for p, o in zip(places, outputs, strict=True)),
         )
 
 
@@ -182,7 +185,7 @@ def _reads_as_it_lies(t: Tensor, leaf: Tensor, place: lay.Layout, batch_dim: int
     if not same or not leaf.is_contiguous() or leaf.shape[batch_dim] != B:
         return True
     n = t.shape[place.dim]
-    offset = t.storage_offset() - leaf.storage_offset() + torch.arange(n) * t.stride(place.dim)
-    sample = offset // leaf.stride(batch_dim) % B
+    offset = torch.arange(n) * t.stride(place.dim) + (t.storage_offset() - leaf.storage_offset())
+    sample = offset.div(leaf.stride(batch_dim), rounding_mode="floor").remainder(B)
     shape = torch.Size([n if d == place.dim else 1 for d in range(t.ndim)])
     return bool((lay.owners(place, shape, t.device).flatten().cpu() == sample).all())

@@ -12,7 +12,7 @@ from torch import Tensor
 from eachgrad import layout as lay
 from eachgrad import uses as use_blocks
 from eachgrad.blocks import Block, Dense, add
-from eachgrad.capture import Recorder, Use, graph_nodes, node_of, opened
+from eachgrad.capture import Node, Recorder, Use, graph_nodes, node_of, opened
 from eachgrad.errors import CaptureError
 
 Weights = list[Tensor]  # one cotangent per root
@@ -124,8 +124,11 @@ class Marked:
         """Where the samples lie in the gradient of use `n`; None where they mix."""
         if self.marks is None:
             return lay.whole(g)
+        found = [m for row in self.gradients if (m := row[n]) is not None]
+        if len(found) < len(self.gradients):  # it came by a way on which no sample was marked
+            return None
         try:
-            return lay.find(lay.Evidence(g, lambda k: self.gradients[k][n], self.marks))
+            return lay.find(lay.Evidence(g, found, self.marks))
         except lay.Mixed:
             return None
 
@@ -219,7 +222,8 @@ def _uncovered(recorder: Recorder, source: Tensor, settled: set[int]) -> bool:
 def _check_complete(recorder: Recorder, accepted: list[tuple[Solved, set[int]]], roots: list[Tensor]) -> None:
     """Every way from the loss to a parameter passes a use that was accepted, or the parameter is named."""
     stops = {alias.grad_fn for item, _ in accepted for alias in item.use.aliases}
-    seen, stack = set(), [(t.grad_fn, None) for t in roots if t.grad_fn is not None]
+    seen: set[Node] = set()
+    stack: list[tuple[Node, Node]] = [(t.grad_fn, None) for t in roots if t.grad_fn is not None]
     while stack:
         node, above = stack.pop()
         if node in seen or node in stops:
@@ -227,9 +231,7 @@ def _check_complete(recorder: Recorder, accepted: list[tuple[Solved, set[int]]],
         seen.add(node)
         name = recorder.parameters.get(id(getattr(node, "variable", None)))
         if name is not None:
-            op = recorder.without_rule.get(name) or (
-                f"{above.name()} in the autograd graph" if above else "the loss"
-            )
+            op = recorder.without_rule.get(name) or (f"{above.name()} in the autograd graph" if above else "the loss")
             raise CaptureError(
                 f"parameter {name!r} is used by {op}, where its per-sample gradient cannot be followed. Write a rule "
                 "for that op with @eachgrad.rule (docs/add_a_rule.md), or compute the same with ops that have one."
@@ -254,17 +256,11 @@ def _pulled_back(recorder: Recorder, source: Tensor, block: Block) -> dict[str, 
     """The block of a derived tensor as blocks of the parameters it was derived from."""
     if id(source) in recorder.parameters:
         return {recorder.parameters[id(source)]: block}
-    reached = {
-        id(v): v
-        for node in graph_nodes([source.grad_fn])
-        if (v := getattr(node, "variable", None)) is not None
-    }
+    reached = {id(v): v for node in graph_nodes([source.grad_fn]) if (v := getattr(node, "variable", None)) is not None}
     parameters = [v for key, v in reached.items() if key in recorder.parameters]
     value = block.dense().to(source.dtype).reshape(-1, *source.shape)
     found = _batched_pull(source, parameters, value)
-    return {
-        recorder.parameters[id(p)]: Dense(f) for p, f in zip(parameters, found, strict=True) if f is not None
-    }
+    return {recorder.parameters[id(p)]: Dense(f) for p, f in zip(parameters, found, strict=True) if f is not None}
 
 
 def _batched_pull(source: Tensor, parameters: list[Tensor], value: Tensor) -> list[Tensor | None]:
@@ -275,7 +271,4 @@ def _batched_pull(source: Tensor, parameters: list[Tensor], value: Tensor) -> li
         # An op in between cannot be batched: one sample at a time.
         rows = [torch.autograd.grad(source, parameters, v, **options) for v in value]
         columns = zip(*rows, strict=True)
-        return [
-            None if c[0] is None else torch.stack([t.to_dense() if t.is_sparse else t for t in c])
-            for c in columns
-        ]
+        return [None if c[0] is None else torch.stack([t.to_dense() if t.is_sparse else t for t in c]) for c in columns]

@@ -21,9 +21,7 @@ from eachgrad.solve import Passes, Solved, assemble, marked, solved
 _active = threading.local()
 
 
-def record(
-    model: nn.Module, *, batch_size: int | None = None, batch_dim: int = 0, check: bool = False
-) -> Tape:
+def record(model: nn.Module, *, batch_size: int | None = None, batch_dim: int = 0, check: bool = False) -> Tape:
     """A context in which the forward of `model` is recorded; `tape.backward(losses)` ends it.
 
     `batch_size` is needed only where it can be read neither from the losses nor from the model's inputs.
@@ -86,9 +84,8 @@ class Tape:
             raise ValueError("loss_reduction goes with a loss that is one number; these are one per sample")
         B = len(losses)
         if self.given_batch_size not in (None, B):
-            raise CaptureError(
-                f"{B} losses, but batch_size={self.given_batch_size}: pass one loss per sample"
-            )
+            raise CaptureError(f"{B} losses, but batch_size={self.given_batch_size}: pass one loss per sample")
+        self._check_count(B)
         passes = Passes(self.recorder, [losses])
         plain = passes.run([losses], [torch.ones_like(losses)])
         evidence = marked(passes, [losses], lambda marks, k: [marks.weights(k, losses)], B)
@@ -118,9 +115,7 @@ class Tape:
         scale = B if reduction == "mean" else 1
         return self._answer([Solved(u.use, u.g * scale, u.layout) for u in uses], loss * scale, B)
 
-    def _answer(
-        self, uses: list[Solved], loss: Tensor, B: int
-    ) -> PerSampleGrads:
+    def _answer(self, uses: list[Solved], loss: Tensor, B: int) -> PerSampleGrads:
         blocks = assemble(self.recorder, uses, [loss], B)
         parameters = named_trainable(self.model)
         gradients = {name: Gradient(name, p, blocks.get(name), B) for name, p in parameters.items()}
@@ -128,6 +123,16 @@ class Tape:
         if self.check:
             check_weighted_sum(grads, loss, self.recorder, parameters)
         return grads
+
+    def _check_count(self, B: int) -> None:
+        """Tokens are no samples: as many losses as the model's inputs have entries along some dimension."""
+        shapes = [tuple(t.shape[:2]) for t in self.inputs if t.ndim]
+        known = [*shapes, (self.recorder.batch_size,)]
+        if self.given_batch_size is None and shapes and not any(B in shape for shape in known):
+            raise CaptureError(
+                f"{B} losses, but no input of the model has {B} samples (their first sizes are {shapes}): reduce the "
+                f"losses to one per sample, or say record(model, batch_size={B}) if these are the samples"
+            )
 
     # Hooks on the model, gone with the context
 
@@ -138,9 +143,7 @@ class Tape:
         sizes = [t.shape[self.batch_dim] for t in leaves if t.ndim > self.batch_dim]
         packed = [p for p in (*args, *kwargs.values()) if isinstance(p, PackedSequence)]
         if self.recorder.batch_size is None and (packed or sizes):
-            self.recorder.batch_size = (
-                int(packed[0].batch_sizes[0]) if packed else max(sizes, key=sizes.count)
-            )
+            self.recorder.batch_size = int(packed[0].batch_sizes[0]) if packed else max(sizes, key=sizes.count)
         B = self.recorder.batch_size
         first = [p.data for p in packed] or [
             t for t in leaves if t.ndim > self.batch_dim and t.shape[self.batch_dim] == B

@@ -28,7 +28,9 @@ class _OneOp(nn.Module):
             setattr(self, f"argument_{k}", nn.Parameter(_double(self.leaves[k].detach().clone())))
         batch = [v for k, v in enumerate(self.leaves) if isinstance(v, Tensor) and k not in self.places]
         if not self.places or not batch:
-            raise ValueError("check_rule needs a tensor that requires grad (a parameter) and one that does not (samples)")
+            raise ValueError(
+                "check_rule needs a tensor that requires grad (a parameter) and one that does not (samples)"
+            )
         self.batch_size = len(batch[0])
         self.samples = [
             k

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,61 +10,72 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from eachgrad import layout as lay
-from eachgrad.blocks import Block, Dense, add
+from eachgrad.blocks import Block, Dense, Fold, add
 from eachgrad.capture import Use
 from eachgrad.rules.linear import Unanswered
-from eachgrad.rules.registry import NeedsLoop
+from eachgrad.rules.recurrent import gru_hidden
+from eachgrad.rules.registry import Arguments, NeedsLoop, Rule
 
 
 def blocks(use: Use, g: Tensor, layout: lay.Layout, B: int) -> tuple[Block, ...]:
     """A block of B gradients for each source of `use`; each has the shape of its source."""
     use.check_versions()
-    found = _by_rule(use, g, layout, B)
-    if found is None:
+    try:
+        found = _by_rule(use, g.detach(), layout, B)
+    except NeedsLoop:
         return _by_loop(use, g, layout, B)
-    missing = any(block is None for block in found)
-    rest = _by_loop(use, g, layout, B) if missing else found
-    return tuple(a if a is not None else b for a, b in zip(found, rest, strict=True))
+    known = [block for block in found if block is not None]
+    if len(known) == len(found):
+        return tuple(known)
+    looped = _by_loop(use, g, layout, B)
+    return tuple(b if a is None else a for a, b in zip(found, looped, strict=True))
 
 
-def _by_rule(use: Use, g: Tensor, layout: lay.Layout, B: int) -> tuple[Block | None, ...] | None:
-    """What the rule says, None where it has nothing to say."""
+def _by_rule(use: Use, g: Tensor, layout: lay.Layout, B: int) -> list[Block | None]:
+    """What the rule says of each source, None where it says nothing; raises NeedsLoop where it cannot."""
     rule = use.rule
+    if rule.is_dense:
+        if not isinstance(layout, lay.Along) or layout.dim:
+            raise NeedsLoop
+        use.check_sources()
+        found: Any = rule.function(g, use.args, use.kwargs, use.sources)
+        return _folded(list(found), layout.fold)
     arguments = rule.bind(use.args, use.kwargs)
-    args, kwargs = use.args, use.kwargs
-    extra: dict[str, Any] = {}
-    fold = layout.fold if isinstance(layout, lay.Along) else None
+    names = _names_of_sources(use, arguments)
+    if use.op is gru_hidden:
+        use.check_sources()
     if rule.takes_batch_dim:
         if isinstance(layout, lay.Scattered):
-            return None
-        extra = {"batch_dim": layout.dim}
-    else:
-        lead = rule.lead(g, arguments)
-        names = [n for n in rule.samples if isinstance(arguments.get(n), Tensor)]
-        if isinstance(layout, lay.Scattered):
-            fold = lay.rows(layout, lead, B) if lead else None
-            if fold is None or rule.is_dense:
-                return None
-            flat = lambda t: t.flatten(0, lead - 1)  # noqa: E731
-        elif layout.dim >= lead or (layout.dim and rule.is_dense):
-            return None
-        else:
-            flat = lambda t: t.movedim(layout.dim, 0)  # noqa: E731
-        g = flat(g)
-        arguments |= {n: flat(arguments[n]) for n in names}
-    try:
-        if rule.is_dense:
-            answer = rule.function(g, args, kwargs, use.sources)
-        else:
-            detached = {n: _detached(v) for n, v in arguments.items()}
-            answer = _by_source(use, arguments, _call(rule, g.detach(), detached, extra))
-    except NeedsLoop:
-        return None
-    return tuple(b if b is None or fold is None else b.fold(fold) for b in answer)
+            raise NeedsLoop
+        answer = _call(rule, g, arguments, {"batch_dim": layout.dim})
+        return _folded(_by_source(names, answer), layout.fold)
+    front, fold = _to_the_front(rule, g, arguments, layout, B)
+    arguments |= {n: front(arguments[n]) for n in rule.samples if isinstance(arguments.get(n), Tensor)}
+    return _folded(_by_source(names, _call(rule, front(g), arguments, {})), fold)
 
 
-def _call(rule: Any, g: Tensor, arguments: dict[str, Any], extra: dict[str, Any]) -> dict[str, Block]:
+def _to_the_front(
+    rule: Rule, g: Tensor, arguments: Arguments, layout: lay.Layout, B: int
+) -> tuple[Callable[[Tensor], Tensor], Fold | None]:
+    """What brings the samples to dimension 0, and how they are folded there."""
+    lead = rule.lead(g, arguments)
+    if isinstance(layout, lay.Along):
+        if layout.dim >= lead:
+            raise NeedsLoop
+        return lambda t: t.movedim(layout.dim, 0), layout.fold
+    fold = lay.rows(layout, lead, B) if lead else None
+    if fold is None:
+        raise NeedsLoop
+    return lambda t: t.flatten(0, lead - 1), fold
+
+
+def _folded(found: list[Block | None], fold: Fold | None) -> list[Block | None]:
+    return found if fold is None else [None if block is None else block.fold(fold) for block in found]
+
+
+def _call(rule: Rule, g: Tensor, arguments: Arguments, extra: dict[str, Any]) -> dict[str, Block]:
     """Call the rule's function, spreading what it declares as *args."""
+    arguments = {name: _detached(value) for name, value in arguments.items()}
     positional, named = [], {}
     for name, parameter in list(rule.signature.parameters.items())[1:]:
         if name not in arguments:
@@ -78,8 +90,8 @@ def _call(rule: Any, g: Tensor, arguments: dict[str, Any], extra: dict[str, Any]
         return rule.function(g, *positional, **named, **extra)
 
 
-def _by_source(use: Use, arguments: dict[str, Any], answer: dict[str, Block]) -> tuple[Block | None, ...]:
-    """The rule's answer by argument name -> one block per source tensor."""
+def _names_of_sources(use: Use, arguments: Arguments) -> list[list[str]]:
+    """Under which argument names each source was given to the op."""
     names: dict[int, list[str]] = {}
     for name, value in arguments.items():
         if isinstance(value, Tensor):
@@ -87,12 +99,17 @@ def _by_source(use: Use, arguments: dict[str, Any], answer: dict[str, Block]) ->
         elif isinstance(value, (tuple, list)):
             for k, item in enumerate(value):
                 names.setdefault(id(item), []).append(f"{name}.{k}")
+    return [names.get(id(source), []) for source in use.sources]
+
+
+def _by_source(names: list[list[str]], answer: dict[str, Block]) -> list[Block | None]:
+    """The rule's answer by argument name -> one block per source, None where a part is missing."""
     found: list[Block | None] = []
-    for source in use.sources:
-        parts = [answer.get(name) for name in names.get(id(source), [])]
+    for group in names:
+        parts = [answer.get(name) for name in group]
         known = [p for p in parts if p is not None and not isinstance(p, Unanswered)]
         found.append(add(known) if known and len(known) == len(parts) else None)
-    return tuple(found)
+    return found
 
 
 def _by_loop(use: Use, g: Tensor, layout: lay.Layout, B: int) -> tuple[Block, ...]:
@@ -111,6 +128,7 @@ def _by_loop(use: Use, g: Tensor, layout: lay.Layout, B: int) -> tuple[Block, ..
 
 def replay(use: Use) -> tuple[Tensor, list[Tensor]]:
     """The op once more, on its recorded arguments: its output, and the fresh leaves for its sources."""
+    use.check_sources()
     leaves = {id(s): s.detach().clone().requires_grad_() for s in use.sources}
     fresh = lambda t: leaves.get(id(t), t.detach()) if isinstance(t, Tensor) else t  # noqa: E731
     with torch.enable_grad():

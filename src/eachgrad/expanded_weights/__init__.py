@@ -1,6 +1,6 @@
 """PyTorch's per-sample-gradient API, name for name, on eachgrad's rules."""
 
-from eachgrad.expanded_weights.call import call_for_per_sample_grads
+from eachgrad.call import call_for_per_sample_grads
 from eachgrad.expanded_weights.helpers import (
     forward_helper,
     is_batch_first,

@@ -25,9 +25,7 @@ def forward_helper(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) 
     check_weights(x, [*args, *kwargs.values()])
 
     def plain(value: Any) -> Any:
-        return (
-            value if value is x or not isinstance(value, Tensor) else unpack_expanded_weight_or_tensor(value)
-        )
+        return value if value is x or not isinstance(value, Tensor) else unpack_expanded_weight_or_tensor(value)
 
     return func(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
 
@@ -92,15 +90,11 @@ def unpack_expanded_weight_or_tensor(value: Any, func: Callable[[Tensor], R] = l
 
 def maybe_scale_by_batch_size(grad_sample: Tensor, expanded_weight: ExpandedWeight) -> Tensor:
     """The gradients of a summed loss: those of a mean are B times too small."""
-    return (
-        grad_sample * expanded_weight.batch_size if expanded_weight.loss_reduction == "mean" else grad_sample
-    )
+    return grad_sample * expanded_weight.batch_size if expanded_weight.loss_reduction == "mean" else grad_sample
 
 
 @torch.no_grad()
-def set_grad_sample_if_exists(
-    maybe_expanded_weight: Any, per_sample_grad_fn: Callable[[Tensor], Tensor]
-) -> None:
+def set_grad_sample_if_exists(maybe_expanded_weight: Any, per_sample_grad_fn: Callable[[Tensor], Tensor]) -> None:
     """Add `per_sample_grad_fn(original)` (n <= B, *shape) to the original weight's `grad_sample`."""
     if not isinstance(maybe_expanded_weight, ExpandedWeight):
         unpack_expanded_weight_or_tensor(maybe_expanded_weight)
@@ -109,9 +103,7 @@ def set_grad_sample_if_exists(
     value = maybe_scale_by_batch_size(per_sample_grad_fn(original), weight)
     missing = weight.batch_size - len(value)
     if missing < 0:
-        raise RuntimeError(
-            f"{len(value)} rows of gradients for ExpandedWeights of {weight.batch_size} samples."
-        )
+        raise RuntimeError(f"{len(value)} rows of gradients for ExpandedWeights of {weight.batch_size} samples.")
     if missing:
         value = torch.cat([value, value.new_zeros(missing, *value.shape[1:])])
     before = getattr(original, "grad_sample", None)

@@ -97,9 +97,7 @@ def _autocast_now(device: str) -> Callable[[], AbstractContextManager]:
     """Enters the present autocast state again: backward runs in another."""
     if not torch.amp.is_autocast_available(device):
         return nullcontext
-    return partial(
-        torch.autocast, device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-    )
+    return partial(torch.autocast, device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
 
 
 def _input_gradient(func: Callable, arguments: Arguments, g: Tensor) -> Tensor:

@@ -61,9 +61,7 @@ def _gru(layer: _Layer, z: Tensor, state: State) -> State:
     return (new + (x_update + h_update).sigmoid() * (h - new),)
 
 
-def _direction(
-    cell: Cell, layer: _Layer, z: Sequence[Tensor], initial: State, reverse: bool
-) -> tuple[Tensor, State]:
+def _direction(cell: Cell, layer: _Layer, z: Sequence[Tensor], initial: State, reverse: bool) -> tuple[Tensor, State]:
     """One direction of one layer: what the input adds at each step -> all outputs, and the final state."""
     outputs: dict[int, Tensor] = {}
     ended: list[State] = []

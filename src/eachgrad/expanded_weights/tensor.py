@@ -53,9 +53,7 @@ class ExpandedWeight(torch.Tensor):
 
     def __new__(cls, orig_weight: Tensor, batch_size: int, loss_reduction: str) -> ExpandedWeight:
         if not isinstance(orig_weight, Tensor):
-            raise RuntimeError(
-                f"Can only make Expanded Weights of Tensors, got {type(orig_weight).__name__}."
-            )
+            raise RuntimeError(f"Can only make Expanded Weights of Tensors, got {type(orig_weight).__name__}.")
         if not orig_weight.requires_grad:
             raise RuntimeError("Can only make Expanded Weights of tensors that requires_grad.")
         if loss_reduction not in ("sum", "mean"):
@@ -79,9 +77,7 @@ class ExpandedWeight(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         shape = tuple(self.orig_weight.shape)
-        return (
-            f"ExpandedWeight({shape}, batch_size={self.batch_size}, loss_reduction={self.loss_reduction!r})"
-        )
+        return f"ExpandedWeight({shape}, batch_size={self.batch_size}, loss_reduction={self.loss_reduction!r})"
 
     @classmethod
     def __torch_function__(

@@ -7,6 +7,8 @@ the positions of each sample.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -14,16 +16,69 @@ from torch.nn import functional as F
 from eachgrad.blocks import Block, Dense
 from eachgrad.rules.registry import BROADCAST, NeedsLoop, composite, rule
 
-_NAMES = """
-add sub mul div true_divide divide multiply subtract pow float_power maximum minimum fmax fmin atan2 arctan2
-hypot where lerp addcmul addcdiv fmod remainder copysign logaddexp logaddexp2 xlogy rsub clamp clip clamp_min
-clamp_max heaviside ldexp
-""".split()
-_OPERATORS = "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__ __div__ __pow__ __rpow__"
-_IN_PLACE = """
-add_ sub_ mul_ div_ true_divide_ divide_ multiply_ subtract_ pow_ lerp_ addcmul_ addcdiv_ copy_ clamp_ clip_
-clamp_min_ clamp_max_ __iadd__ __isub__ __imul__ __itruediv__ __ipow__
-""".split()
+_NAMES = [
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "true_divide",
+    "divide",
+    "multiply",
+    "subtract",
+    "pow",
+    "float_power",
+    "maximum",
+    "minimum",
+    "fmax",
+    "fmin",
+    "atan2",
+    "arctan2",
+    "hypot",
+    "where",
+    "lerp",
+    "addcmul",
+    "addcdiv",
+    "fmod",
+    "remainder",
+    "copysign",
+    "logaddexp",
+    "logaddexp2",
+    "xlogy",
+    "rsub",
+    "clamp",
+    "clip",
+    "clamp_min",
+    "clamp_max",
+    "heaviside",
+    "ldexp",
+]
+_OPERATORS = (
+    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__ __div__ __pow__ __rpow__"
+)
+_IN_PLACE = [
+    "add_",
+    "sub_",
+    "mul_",
+    "div_",
+    "true_divide_",
+    "divide_",
+    "multiply_",
+    "subtract_",
+    "pow_",
+    "lerp_",
+    "addcmul_",
+    "addcdiv_",
+    "copy_",
+    "clamp_",
+    "clip_",
+    "clamp_min_",
+    "clamp_max_",
+    "__iadd__",
+    "__isub__",
+    "__imul__",
+    "__itruediv__",
+    "__ipow__",
+]
 
 IN_PLACE = {getattr(torch.Tensor, name) for name in _IN_PLACE if hasattr(torch.Tensor, name)}
 for _owner, _names in ((torch, _NAMES), (torch.Tensor, [*_NAMES, *_OPERATORS.split()])):
@@ -76,3 +131,13 @@ def _prelu(input: Tensor, weight: Tensor) -> Tensor:
 @composite(torch.masked_fill, torch.Tensor.masked_fill)
 def _masked_fill(input: Tensor, mask: Tensor, value: Tensor) -> Tensor:
     return torch.where(mask, value.to(input.dtype), input)
+
+
+@composite(torch.max, torch.Tensor.max)
+def _max(input: Tensor, other: Any = None, *rest: Any, **options: Any) -> Tensor:
+    return torch.maximum(input, other) if isinstance(other, Tensor) else NotImplemented
+
+
+@composite(torch.min, torch.Tensor.min)
+def _min(input: Tensor, other: Any = None, *rest: Any, **options: Any) -> Tensor:
+    return torch.minimum(input, other) if isinstance(other, Tensor) else NotImplemented

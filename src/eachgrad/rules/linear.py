@@ -123,10 +123,7 @@ def contract(operands: list[Tensor], letters: list[str], g: Tensor, out: str, ba
         for t, s in zip(operands, letters, strict=True)
     ]
     slim = [t.to(g.dtype).conj().reshape([sizes[k] for k in s]) for t, s in zip(operands, kept, strict=True)]
-    return [
-        _operand(k, slim, kept, g, out, out[batch_dim], tuple(operands[k].shape))
-        for k in range(len(operands))
-    ]
+    return [_operand(k, slim, kept, g, out, out[batch_dim], tuple(operands[k].shape)) for k in range(len(operands))]
 
 
 def _operand(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,13 @@ def meet(state: Tensor) -> Tensor:
     if has_torch_function((state,)):
         return handle_torch_function(meet, (state,), state)
     return state
+
+
+def bare(weight: Tensor) -> Tensor:
+    """Tell the recorder that a use of `weight` follows by `use_at`; the same values come back."""
+    if has_torch_function((weight,)):
+        return handle_torch_function(bare, (weight,), weight)
+    return weight
 
 
 def gru_hidden(input: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor) -> Tensor:
@@ -82,9 +90,7 @@ class _Layer:
     b_hh: Tensor | None
     w_hr: Tensor | None
 
-    def __call__(
-        self, x: Tensor, state: tuple[Tensor, ...], steps: _Steps
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def __call__(self, x: Tensor, state: tuple[Tensor, ...], steps: _Steps) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Rows (N, d) and initial states (B, H) -> rows (N, H) and final states (B, H)."""
         state = tuple(meet(s) if s.requires_grad else s for s in state)
         if self.w_hr is not None:
@@ -92,7 +98,8 @@ class _Layer:
         z = F.linear(x, self.w_ih, self.b_ih)
         if not z.requires_grad and torch.is_grad_enabled():
             z = z.requires_grad_()
-        out, final = self._fused(z, state, steps)
+        w_hh, b_hh = bare(self.w_hh), None if self.b_hh is None else bare(self.b_hh)
+        out, final = self._fused(z, w_hh, b_hh, state, steps)
         previous = torch.cat([out.detach(), state[0].detach().to(out.dtype)])[steps.previous]
         if self.kind == "gru":
             use_at(z, gru_hidden, previous, self.w_hh, self.b_hh, z.detach())
@@ -101,14 +108,14 @@ class _Layer:
         return out, final
 
     def _fused(
-        self, z: Tensor, state: tuple[Tensor, ...], steps: _Steps
+        self, z: Tensor, w_hh: Tensor, b_hh: Tensor | None, state: tuple[Tensor, ...], steps: _Steps
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         with torch._C.DisableTorchFunction():
             eye = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
-            weights = [eye, self.w_hh.detach().to(z.dtype)]
-            if self.b_hh is not None:
-                weights += [torch.zeros_like(eye[0]), self.b_hh.detach().to(z.dtype)]
-            biases = self.b_hh is not None
+            weights = [eye, w_hh.to(z.dtype)]
+            biases = b_hh is not None
+            if b_hh is not None:
+                weights += [torch.zeros_like(eye[0]), b_hh.to(z.dtype)]
             states = [s.to(z.dtype).unsqueeze(0).contiguous() for s in state]
             hx = states if self.kind == "lstm" else states[0]
             op = getattr(torch, self.kind)
@@ -148,15 +155,15 @@ def _lstm_gates(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     return o.sigmoid() * c.tanh(), c
 
 
-def _run(kind: str, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
+def _run(kind: str, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """Any of the four recurrent ops, in its padded or its packed form."""
-    names = ["input", "hx", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional"]
-    packed = len(args) > 3 and isinstance(args[3], (list, tuple)) or "batch_sizes" in kwargs
-    names = [names[0], "batch_sizes", *names[1:]] if packed else [*names, "batch_first"]
-    call = dict(zip(names, args, strict=False)) | kwargs
+    names = ["hx", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional"]
+    packed = (len(args) > 3 and isinstance(args[3], (list, tuple))) or "batch_sizes" in kwargs
+    names = ["data", "batch_sizes", *names] if packed else ["input", *names, "batch_first"]
+    call: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
     if packed:
-        sizes = call["batch_sizes"].tolist()
-        out, final = _layers(kind, call, call["input"], _steps(sizes, call["input"].device))
+        x, sizes = call["data"], call["batch_sizes"].tolist()
+        out, final = _layers(kind, call, x, _steps(sizes, x.device))
         return out, *final
     x = call["input"].transpose(0, 1) if call["batch_first"] else call["input"]
     T, B = x.shape[:2]
@@ -196,7 +203,7 @@ def _layer(kind: str, params: list[Tensor], has_biases: bool) -> _Layer:
 
 def _register(kind: str) -> None:
     @composite(getattr(torch, kind))
-    def recurrent(*args: object, **kwargs: object) -> tuple[Tensor, ...]:
+    def recurrent(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         return _run(kind, *args, **kwargs)
 
 

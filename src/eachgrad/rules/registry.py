@@ -106,9 +106,7 @@ class ViaVmap:
 
     op: Callable
 
-    def __call__(
-        self, g: Tensor, args: tuple, kwargs: dict, sources: tuple[Tensor, ...]
-    ) -> tuple[Block, ...]:
+    def __call__(self, g: Tensor, args: tuple, kwargs: dict, sources: tuple[Tensor, ...]) -> tuple[Block, ...]:
         """One block per source; every other tensor with g's size in dimension 0 is cut into samples."""
         cut: list[Tensor] = []
         keys = {id(s): k for k, s in enumerate(sources)}
