@@ -185,7 +185,7 @@ def _reads_as_it_lies(t: Tensor, leaf: Tensor, place: lay.Layout, batch_dim: int
     if not same or not leaf.is_contiguous() or leaf.shape[batch_dim] != B:
         return True
     n = t.shape[place.dim]
-    offset = torch.arange(n) * t.stride(place.dim) + (t.storage_offset() - leaf.storage_offset())
-    sample = offset.div(leaf.stride(batch_dim), rounding_mode="floor").remainder(B)
+    offset = torch.arange(n).mul(t.stride(place.dim)).add(t.storage_offset() - leaf.storage_offset())
+    sample = torch.div(offset, leaf.stride(batch_dim), rounding_mode="floor") % B
     shape = torch.Size([n if d == place.dim else 1 for d in range(t.ndim)])
     return bool((lay.owners(place, shape, t.device).flatten().cpu() == sample).all())
