@@ -9,15 +9,14 @@ import torch
 from torch import Tensor, nn
 
 # A gradient far below all others is rounding (the bias of an attention's keys): judge it by this share of the largest.
-FLOOR = 1e-3
+SHARE = 1e-3
 
 
-def loop(
-    model: nn.Module, losses: Callable[..., Tensor], samples: Sequence[tuple[Tensor, ...]]
-) -> dict[str, Tensor]:
+def loop(model: nn.Module, losses: Callable[..., Tensor], samples: Sequence[tuple[Tensor, ...]]) -> dict[str, Tensor]:
     """{name: (B, *shape)} for the B batches of one in `samples`; zeros where a loss does not reach a parameter.
 
-    Every sample meets its own copy of the model, so that none sees what a forward did to a buffer before.
+    Every sample meets its own copy of the model, so that none sees what another did to a buffer. The gradient is
+    taken by backward(): reentrant checkpoints allow no torch.autograd.grad.
     """
     rows = []
     for sample in samples:
@@ -25,14 +24,14 @@ def loop(
         named = {name: p for name, p in alone.named_parameters() if p.requires_grad}
         loss = losses(alone, *sample)
         assert loss.shape == (1,), f"one sample gave losses of shape {tuple(loss.shape)}"
-        found = torch.autograd.grad(loss.sum(), list(named.values()), allow_unused=True)
-        rows.append({name: _dense(g, p) for (name, p), g in zip(named.items(), found, strict=True)})
+        loss.sum().backward()
+        rows.append({name: _dense(p.grad, p) for name, p in named.items()})
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def _dense(g: Tensor | None, like: Tensor) -> Tensor:
     if g is None:
-        return torch.zeros_like(like)
+        return torch.zeros_like(like.detach())
     return g.to_dense() if g.is_sparse else g
 
 
@@ -49,13 +48,23 @@ def error(got: Tensor, want: Tensor, floor: float = 0.0) -> float:
     return gap / max(size, floor) if gap else 0.0
 
 
-def assert_same(got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float) -> None:
+def assert_same(got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float, share: float = SHARE) -> None:
     """Same names, same shapes, and no relative error above `tolerance`."""
     assert set(got) == set(want), f"missing {set(want) - set(got)}, superfluous {set(got) - set(want)}"
     shapes = {name: (tuple(got[name].shape), tuple(want[name].shape)) for name in want}
     assert all(a == b for a, b in shapes.values()), f"shapes (got, wanted): {shapes}"
-    sizes = [float(torch.nan_to_num(t.abs(), 0.0, 0.0, 0.0).max()) for t in want.values() if t.numel()]
-    floor = FLOOR * max(sizes, default=0.0)
+    sizes = [float(torch.nan_to_num(t.detach().abs(), 0.0, 0.0, 0.0).max()) for t in want.values() if t.numel()]
+    floor = share * max(sizes, default=0.0)
     errors = {name: error(got[name], want[name], floor) for name in want}
     wrong = {name: e for name, e in errors.items() if not e <= tolerance}
     assert not wrong, f"relative errors above {tolerance}: {wrong}"
+
+
+def rows(model: nn.Module, losses: Callable[..., Tensor], batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """The same by one backward per row of the batched losses, for models that draw random numbers."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    each = [
+        torch.autograd.grad(loss, list(named.values()), retain_graph=True, allow_unused=True)
+        for loss in losses(model, *batch)
+    ]
+    return {name: torch.stack([_dense(found[k], p) for found in each]) for k, (name, p) in enumerate(named.items())}
