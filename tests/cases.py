@@ -305,6 +305,17 @@ EMBEDDING = [
     ),
     Case("embedding_bag max", ("repeated index",), lambda: nn.EmbeddingBag(4, d, mode="max"), batch(ids(4, B, T))),
     Case(
+        "embedding_bag with weights", ("repeated index", "two inputs"),
+        net(lambda m, i, w: m.bag(i, per_sample_weights=w), bag=made(nn.EmbeddingBag, 4, d, mode="sum")),
+        batch(ids(4, B, T), reals(B, T)),
+    ),
+    Case(
+        "embedding_bag with offsets", ("ragged", "no batch dimension"),
+        net(lambda m, i, start: m.bag(i, start), bag=made(nn.EmbeddingBag, 4, d, mode="mean")),
+        batch(ids(4, 7), fixed(0, 3, 4)),
+        cut=lambda batch, i: (batch[0].tensor_split([3, 4])[i], torch.zeros(1, dtype=torch.long)), batch_size=B,
+    ),
+    Case(
         "positions (T,)", ("positions",),
         net(lambda m, x: m.fc(x + m.pos(torch.arange(T))), fc=linear(d, 2), pos=lambda: nn.Embedding(6, d)),
         batch(reals(B, T, d)),
@@ -553,9 +564,9 @@ def recurrent(kind: type[nn.Module], *args: object, **options: object) -> Callab
     )
 
 
-def packed(model: nn.Module, x: Tensor, lengths: Tensor, is_sorted: bool) -> Tensor:
+def packed(model: nn.Module, x: Tensor, lengths: Tensor, is_sorted: bool, *state: object) -> Tensor:
     sequence = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=is_sorted)
-    out, final = model(sequence)
+    out, final = model(sequence, *state)
     finals = torch.cat(final if isinstance(final, tuple) else (final,), -1)
     padded, _ = pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])
     return score(padded) + score(finals, 1)
@@ -634,6 +645,16 @@ RECURRENT = [
         "lstm packed inside T = B", ("packed", "T = B"),
         net(packed_inside, fc=linear(d, 4), rnn=lambda: nn.LSTM(4, 2, batch_first=True)),
         batch(reals(B, B, d), fixed(1, 3, 2)),
+    ),
+    Case(
+        "lstm packed unsorted with given state", ("packed", "unsorted lengths", "given state"),
+        made(nn.LSTM, d, 2, batch_first=True), batch(reals(B, T, d), UNSORTED, reals(B, 2), reals(B, 2)),
+        lambda m, x, n, h, c: packed(m, x, n, False, (h[None], c[None])),
+    ),
+    Case(
+        "gru packed unsorted with learned state", ("packed", "unsorted lengths", "learned state"),
+        net(lambda m, x, h: m.rnn(x, h), rnn=made(nn.GRU, d, 2, batch_first=True), h=weight(1, 1, 2)),
+        batch(reals(B, T, d), UNSORTED), lambda m, x, n: packed(m, x, n, False, m.h.expand(-1, len(x), -1)),
     ),
     Case("lstm proj_size", ("proj_size",), recurrent(nn.LSTM, d, 4, proj_size=2), SEQUENCE),
     Case(
@@ -1443,6 +1464,20 @@ def gradient_penalty(m: nn.Module, x: Tensor) -> Tensor:
     return (derivative(m, x)[1].flatten(1).norm(dim=1) - 1) ** 2
 
 
+def adversarial(m: nn.Module, x: Tensor) -> Tensor:
+    """The loss at an input moved by a gradient that is taken while recording."""
+    x = x.detach().requires_grad_()
+    (g,) = torch.autograd.grad(score(m(x)).sum(), x)
+    return score(m((x + 0.1 * g.sign()).detach()))
+
+
+def hooked_backward() -> nn.Module:
+    m = nn.Sequential(nn.Linear(d, 4), nn.Tanh(), nn.Linear(4, 2))
+    m[1].register_full_backward_hook(lambda module, g_in, g_out: (g_in[0] * 2,))
+    m[2].register_full_backward_pre_hook(lambda module, g_out: (g_out[0] * 3,))
+    return m
+
+
 def one_loss_at_a_time(m: nn.Module, x: Tensor) -> Tensor:
     return torch.stack([m(row).pow(2).sum() + 0.1 * m.weight.pow(2).sum() for row in x])
 
@@ -1526,12 +1561,17 @@ SAMPLES = [
         lambda: nn.Sequential(nn.Linear(d, 4), nn.Tanh(), nn.Linear(4, 1)), batch(reals(B, d)), forces,
     ),
     Case(
+        "adversarial input made while recording", ("double backward", "module used twice"),
+        lambda: nn.Sequential(nn.Linear(d, 4), nn.Tanh(), nn.Linear(4, 2)), batch(reals(B, d)), adversarial,
+    ),
+    Case("backward hooks of modules", ("hooks",), hooked_backward, SEQUENCE),
+    Case(
         "gradient penalty", ("double backward",),
         lambda: nn.Sequential(nn.Conv1d(4, 3, 2), nn.Tanh(), nn.Conv1d(3, 1, 2)), image(5), gradient_penalty,
     ),
     Case(
         "one loss at a time, with a penalty", ("rank 0", "derived weight"), linear(d, 2), SEQUENCE,
-        one_loss_at_a_time,
+        one_loss_at_a_time, batch_size=B,
     ),
     Case(
         "an ensemble by vmap", ("raw parameter", "d = B"),
@@ -1652,6 +1692,10 @@ def two_checkpoints(m: nn.Module, x: Tensor, reentrant: bool) -> Tensor:
     return h
 
 
+def derived_in_checkpoint(m: nn.Module, x: Tensor, reentrant: bool) -> Tensor:
+    return checkpoint(lambda h: m.b(h).tanh() @ m.w.tanh() + m.v, m.a(x), use_reentrant=reentrant)
+
+
 def in_bfloat16(model: nn.Module, *batch: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         out = model(*batch)
@@ -1668,6 +1712,18 @@ MODES = [
         )
         for reentrant in (True, False)
         for t in (T, B)
+    ),
+    *(
+        Case(
+            f"derived weight inside a checkpoint, {'' if reentrant else 'non-'}reentrant",
+            ("checkpointing", "derived weight"),
+            net(
+                partial(derived_in_checkpoint, reentrant=reentrant), a=linear(d, 4), b=linear(4, 4), w=weight(4, 2),
+                v=weight(T, 2),
+            ),
+            SEQUENCE,
+        )
+        for reentrant in (True, False)
     ),
     *(
         Case(
@@ -1858,8 +1914,8 @@ REFUSED = [
         "Hidden", w=weight(d, 4),
     ),
     refused(
-        "op without a rule", lambda m, x: torch.linalg.lstsq(m.w, x.mT)[0].mT, UnsupportedOp, "'w'", "lstsq",
-        w=weight(d, 4),
+        "op without a rule", lambda m, x: torch.linalg.solve_triangular(m.w, x.mT, upper=True), UnsupportedOp, "'w'",
+        "solve_triangular", w=weight(d, d),
     ),
     refused("gradient hook that mixes", normalising_hook, CaptureError, MIXED, "hook"),
     refused("losses per token", between(torch.tanh), CaptureError, "(3, 4)", losses=lambda m, x: m(x).sum(-1)),

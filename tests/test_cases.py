@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import eachgrad
-from cases import CASES, RANDOM, REFUSED, Case, Refused, cut_first, cut_second
+from cases import CASES, RANDOM, REFUSED, Case, Net, Refused, cut_first, cut_second, scored
 from oracle import assert_same, loop, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
@@ -252,6 +252,76 @@ def test_a_bad_sample_stays_by_itself(name: str):
     assert_same(grads.dense(), want, case.tolerance)
     assert grads.norms().isnan().tolist() == [False, True, False]
     assert_same({"norms": grads.norms()}, {"norms": norms(want)}, case.tolerance)
+
+
+@pytest.mark.parametrize(("T", "p"), [(4, 64), (64, 8)], ids=["Gram", "direct"])
+def test_norms_survive_cancellation(T: int, p: int):
+    """Inputs that hardly differ, output gradients that add up to zero: an underestimated norm breaks a bound."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Linear(p, p, bias=False)
+    x = 1 + 1e-3 * torch.randn(3, T, p, generator=generator)
+    g = torch.randn(3, T, p, generator=generator)
+    g = g - g.mean(1, keepdim=True)
+    with eachgrad.record(model) as tape:
+        losses = (model(x) * g).sum((1, 2))
+    want = torch.einsum("btp,btd->bpd", g.double(), x.double())
+    grads = tape.backward(losses)
+    assert_same({"norms": grads.norms()}, {"norms": norms({"weight": want})}, 1e-4)
+
+
+def test_a_hook_on_a_parameter_counts():
+    model, x = nn.Linear(4, 2), torch.randn(3, 5, 4)
+    model.weight.register_hook(lambda g: g * 0.5)
+    each = lambda: model(x).pow(2).sum((1, 2))  # noqa: E731
+
+    def ask() -> None:
+        with eachgrad.record(model) as tape:
+            losses = each()
+        got = {name: g.dense().sum(0) for name, g in tape.backward(losses).items()}
+        each().sum().backward()
+        assert_same(got, {name: p.grad for name, p in model.named_parameters()}, 1e-5)
+
+    right_or_refused(ask)
+
+
+def scaled_product(x: Tensor, w: Tensor, k: Tensor) -> Tensor:
+    if torch.overrides.has_torch_function((x, w, k)):
+        return torch.overrides.handle_torch_function(scaled_product, (x, w, k), x, w, k)
+    return torch.tanh(x @ w) * k
+
+
+eachgrad.rule(scaled_product)(eachgrad.via_vmap(scaled_product))
+
+
+def test_via_vmap_does_not_cut_a_constant_of_size_b():
+    """x is (B, B, d) and k is (B, B), the same for every sample."""
+    generator = torch.Generator().manual_seed(0)
+    x, k = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((3, 3, 5), (3, 3)))
+    model = Net(lambda m, x: scaled_product(x, m.w, k), w=torch.randn(5, 3, generator=generator)).double()
+    want = loop(model, scored, [(row[None],) for row in x])
+
+    def ask() -> None:
+        with eachgrad.record(model) as tape:
+            losses = scored(model, x)
+        assert_same(tape.backward(losses).dense(), want, 1e-10)
+
+    right_or_refused(ask)
+
+
+@pytest.mark.parametrize("shapes", [((4, 4), (4,)), ((1, 3, 2), (1, 3, 2))], ids=["masks", "states"])
+def test_other_inputs_do_not_outvote_the_batch(shapes: tuple[tuple[int, ...], ...]):
+    """Three samples, and two more inputs whose first size is not 3."""
+    model = Net(lambda m, x, a, b: m.fc(x), fc=nn.Linear(5, 2))
+    x = torch.randn(3, 4, 5)
+    others = [torch.randn(shape) for shape in shapes]
+    want = loop(model, lambda m, x: m(x, *others).pow(2).sum((1, 2)), [(row[None],) for row in x])
+
+    def ask() -> None:
+        with eachgrad.record(model) as tape:
+            loss = model(x, *others).pow(2).sum()
+        assert_same(tape.backward(loss, "sum").dense(), want, 1e-5)
+
+    right_or_refused(ask)
 
 
 # What a recording leaves behind

@@ -24,7 +24,7 @@ from eachgrad import lossgraph, scalar
 from eachgrad.blocks import Block
 from eachgrad.capture import graph_nodes, named_trainable
 from eachgrad.errors import CaptureError
-from eachgrad.solve import Passes, Solved, assemble, blocks_of, grads_untouched, marked
+from eachgrad.solve import Passes, Solved, accept, blocks_of, grads_untouched, marked
 from eachgrad.tape import Tape, place_state
 
 # parameter -> the backward that gave it its grad_sample, and the call that backward was for
@@ -180,7 +180,7 @@ def _check_loss(gate: Any, call: _Call, v: tuple[Tensor, ...]) -> None:
     zero_rows = any(bool((x.flatten(1) == 0).all(1).any()) for x in v if x.ndim > 1)
     for root in _roots_of_this_backward():
         if gate in set(graph_nodes([root.grad_fn])):
-            lossgraph.check(root.grad_fn, starts, call.reduction, call.B, zero_rows)
+            lossgraph.check(root.grad_fn, starts, call.reduction, call.B, zero_rows, measured=False)
 
 
 def _roots_of_this_backward() -> list[Tensor]:
@@ -222,7 +222,8 @@ class _Call:
             self.sums.clear()
             plain = passes.run(tensors, list(v))
             held = scalar.settle(passes, self.outputs, v, plain, self.tape.inputs, self.B, self.batch_dim)
-        self._add(assemble(self.tape.recorder, held, tensors, self.B))
+        recorder = self.tape.recorder
+        self._add(blocks_of(recorder, accept(recorder, held, tensors), self.B))
         self._deliver()
         return grads
 
@@ -249,11 +250,14 @@ class _Call:
 
         def arrived(n: int, g: Tensor) -> None:
             nonlocal fits
-            item = Solved(recorder.uses[n], g, evidence.place(n, g))
+            if not g.numel():
+                return
+            use = recorder.uses[n]
+            item = Solved(use, g, evidence.place(n, g, use.strong))
             evidence.forget(n)
-            if not item.use.strong or item.use.aliases:
+            if not use.strong or use.aliases:
                 held.append(item)
-            elif item.layout is None:
+            elif not scalar.plausible([item], self.tape.inputs, self.batch_dim, self.B):
                 fits = False
             elif fits:
                 wanted = {id(s) for s in item.use.sources}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -51,8 +51,10 @@ class Use:
     where: str
     ops_since: tuple[str, ...]  # what ran between the use before this one and this one
     aliases: tuple[Tensor, ...] = ()  # the sources as the op saw them, where it stayed attached
+    samples: frozenset[int] = frozenset()  # ids of the arguments that are, or may be, of the batch
     versions: tuple[tuple[Tensor, int], ...] = field(default=(), repr=False)
-    source_versions: tuple[int, ...] = ()
+    source_versions: tuple[tuple[Tensor, int], ...] = field(default=(), repr=False)
+    autocast: tuple[str, torch.dtype] | None = None
 
     @property
     def name(self) -> str:
@@ -60,7 +62,7 @@ class Use:
 
     def check_sources(self) -> None:
         """To be called where the values of the parameters are used, and not their shapes alone."""
-        for source, version in zip(self.sources, self.source_versions, strict=True):
+        for source, version in self.source_versions:
             if source._version != version:
                 raise CaptureError(
                     f"a parameter used by {self.name} at {self.where} was changed in place between the forward and "
@@ -79,10 +81,17 @@ class Use:
 class Recorder(TorchFunctionMode):
     """Records every use of `parameters` while it is active, and leaves the results as they are."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], batch_size: int | None, attach: bool = False):
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        constants: Sequence[Tensor] = (),
+        batch_size: int | None = None,
+        attach: bool = False,
+    ):
         super().__init__()
         self.tensors = list(parameters.values())
         self.parameters = {id(p): name for name, p in parameters.items()}
+        self.constants = {id(t) for t in constants}
         self.batch_size = batch_size
         self.attach = attach  # keep strong uses attached too, so that a plain gradient can be taken
         self.uses: list[Use] = []
@@ -108,10 +117,8 @@ class Recorder(TorchFunctionMode):
         return found is not None and found() is t
 
     def may_have_samples(self, t: Tensor) -> bool:
-        """Whether the size of `t` allows for B samples."""
-        if self.batch_size is None:
-            return t.ndim > 0
-        return any(n and n % self.batch_size == 0 for n in t.shape)
+        """Whether `t`, of which nothing is known, may hold samples: it is no number and no buffer."""
+        return t.ndim > 0 and id(t) not in self.constants
 
     def carrier(self, t: Tensor) -> str | None:
         """'pure' or 'impure' for a tensor that carries parameters, None for any other.
@@ -163,6 +170,8 @@ class Recorder(TorchFunctionMode):
                 carriers.append((t, kind))
             elif self.is_strong(t) or (self.on_recompute is not None and t.requires_grad):
                 strong = True
+        if func in _DERIVATIVES:
+            self._refuse_derivative(func, kwargs)
         if func is use_at:
             return self._use_at(*args)
         if func is bare:
@@ -185,12 +194,13 @@ class Recorder(TorchFunctionMode):
             if strong:
                 self.mark_strong(out)
             return out
+        out = self._passed(func, args, kwargs, strong)
         refused = [t for t, kind in carriers if kind == "pure"]
-        if strong and refused:
+        if strong and refused and _depends(out, refused):
             self._refuse(func, refused[0])
         for t, _ in carriers:
             self.without_rule.update(dict.fromkeys(self.names_of(t), f"{op_name(func)} at {call_site()}"))
-        return self._passed(func, args, kwargs, strong)
+        return out
 
     def _passed(self, func: Callable, args: tuple, kwargs: dict, strong: bool) -> Any:
         out = func(*args, **kwargs)
@@ -209,17 +219,15 @@ class Recorder(TorchFunctionMode):
             if out is not NotImplemented:
                 return out
         if func in BROADCAST:
-            shape = _broadcast_shape(func, args, kwargs)
-            spread = {id(t): self._expanded(t, shape, strong) for t in sources}
-            args, kwargs = _replace((args, kwargs), spread)
-            return func(*args, **kwargs)
+            return self._broadcast(func, args, kwargs, sources, strong)
         if func is torch.Tensor.__setitem__:
             target, index, value = args
             with torch.no_grad():
                 shape = target[index].shape
             value = value.reshape(value.shape[max(0, value.ndim - len(shape)) :])
             func(target, index, self._expanded(value, shape, strong))
-            self.mark_strong(target)
+            if strong:
+                self.mark_strong(target)
             return None
         if func in RULES:
             return self._record(func, args, kwargs, sources, strong)
@@ -228,49 +236,71 @@ class Recorder(TorchFunctionMode):
         with self:
             return opened(func)(*args, **kwargs)
 
+    def _broadcast(self, func: Callable, args: tuple, kwargs: dict, sources: list[Tensor], strong: bool) -> Any:
+        """The op with each source expanded to the output's shape, where its gradient can be taken."""
+        shape = _broadcast_shape(func, args, kwargs)
+        target = args[0] if func in IN_PLACE else None
+        if func is torch.Tensor.copy_:
+            sources = [t for t in sources if t is not target]
+        spread = {id(t): self._expanded(t, shape, strong) for t in sources}
+        new_args, new_kwargs = _replace((args, kwargs), spread)
+        if target is None or id(target) not in spread:
+            return func(*new_args, **new_kwargs)
+        # A carrier is changed in place: compute apart, then overwrite it.
+        return target.copy_(IN_PLACE[func](*new_args, **new_kwargs))
+
     def _expanded(self, t: Tensor, shape: torch.Size, strong: bool) -> Tensor:
-        return self._record(torch.Tensor.expand, (t, *shape), {}, [t], strong)
+        return self._record(torch.Tensor.expand, (t, tuple(shape)), {}, [t], strong)
 
     def _record(self, func: Callable, args: tuple, kwargs: dict, sources: list[Tensor], strong: bool) -> Tensor:
-        unique = {id(t): t for t in sources}
-        seen, aliases = {}, []
-        for key, t in unique.items():
+        originals = {id(t): t for t in sources}
+        seen, aliases, stable = {}, [], {}
+        for key, t in originals.items():
             if strong and not self.attach and self.carrier(t) == "pure":
                 seen[key] = t.detach()
             else:
-                seen[key] = torch.ops.aten.alias(t)
+                seen[key] = _same(t)
                 aliases.append(seen[key])
+            # A derived tensor may be changed in place later: keep it as it is derived now.
+            stable[key] = t if key in self.parameters else _same(t)
         call_args, call_kwargs = _replace((args, kwargs), seen)
         out = func(*call_args, **call_kwargs)
         if not out.requires_grad:
             out.requires_grad_()
-        self._add(self._use(func, args, kwargs, unique, out, strong, aliases))
+        args, kwargs = _replace((args, kwargs), stable)
+        use = self._use(func, args, kwargs, list(stable.values()), out, strong, aliases)
+        use.source_versions = tuple((t, t._version) for t in originals.values())
+        self._add(use)
         return _own_history(out)
 
     def _use(
-        self, func: Callable, args: tuple, kwargs: dict, sources: dict[int, Tensor], tap: Tensor, strong: bool,
+        self, func: Callable, args: tuple, kwargs: dict, sources: list[Tensor], tap: Tensor, strong: bool,
         aliases: list[Tensor],
     ) -> Use:  # fmt: skip
+        own = {id(t) for t in sources}
+        others = [t for t in tensors_in((args, kwargs)) if id(t) not in own]
         return Use(
             op=func,
             rule=RULES[func],
             args=args,
             kwargs=kwargs,
-            sources=tuple(sources.values()),
+            sources=tuple(sources),
             tap=tap,
             strong=strong,
             where=call_site(),
             ops_since=self.ops_so_far,
             aliases=tuple(aliases),
-            versions=_versions((args, kwargs), sources),
-            source_versions=tuple(t._version for t in sources.values()),
+            samples=frozenset(id(t) for t in others if self.is_strong(t) or not strong),
+            versions=tuple((t, t._version) for t in others if not t.is_inference()),
+            source_versions=tuple((t, t._version) for t in sources),
+            autocast=_autocast(tap.device.type),
         )
 
     def _bare(self, weight: Tensor) -> Tensor:
         """A parameter as an op sees it whose use is recorded by `use_at` afterwards."""
         if not self.attach:
             return weight.detach()
-        alias = torch.ops.aten.alias(weight)
+        alias = _same(weight)
         self._loose[id(weight)] = alias
         return alias
 
@@ -278,7 +308,7 @@ class Recorder(TorchFunctionMode):
         sources = {id(t): t for t in args if t is not None and self.carrier(t) is not None}
         if sources:
             aliases = [self._loose.pop(key) for key in sources if key in self._loose]
-            self._add(self._use(op, args, {}, sources, z, True, aliases))
+            self._add(self._use(op, args, {}, list(sources.values()), z, True, aliases))
 
     def _add(self, use: Use) -> None:
         if use.strong:
@@ -312,11 +342,19 @@ class Recorder(TorchFunctionMode):
             f"eachgrad.rule({op})(eachgrad.via_vmap({op}))."
         )
 
+    def _refuse_derivative(self, func: Callable, kwargs: dict) -> None:
+        if kwargs.get("create_graph") or func is not torch.autograd.grad:
+            raise CaptureError(
+                f"{op_name(func)} at {call_site()} takes a derivative inside the record block, of which the loss may "
+                "depend: parameters are used in its backward, where they cannot be followed. Compute it outside the "
+                "block if the loss does not depend on it."
+            )
+
     def _refuse_mixing(self, func: Callable, args: tuple, kwargs: dict) -> None:
         if func not in (F.batch_norm, torch.batch_norm) or self.batch_size == 1:
             return
-        call = RULES[func].bind(args, kwargs)
-        if call["training"]:
+        training = args[5] if func is torch.batch_norm else RULES[func].bind(args, kwargs)["training"]
+        if training:
             raise UnsupportedOp(
                 f"batch_norm at {call_site()} is in training mode: it mixes the samples of a batch, so that no "
                 "sample has a gradient of its own. Call eval() on it, or use GroupNorm, LayerNorm or InstanceNorm."
@@ -374,11 +412,26 @@ def call_site() -> str:
     return "an unknown place"
 
 
+def _same(t: Tensor) -> Tensor:
+    """`t` by another name, with a node of its own; not a view, so that what happens to `t` later is apart."""
+    return torch.ops.aten._unsafe_view(t, t.shape)
+
+
+def _depends(out: Any, sources: list[Tensor]) -> bool:
+    """Whether a gradient would flow from the output of an op to one of these tensors."""
+    wanted = {node_of(t) for t in sources}
+    return any(node in wanted for t in tensors_in(out) if t.requires_grad for node in graph_nodes([t.grad_fn]))
+
+
+def _autocast(device: str) -> tuple[str, torch.dtype] | None:
+    return (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+
+
 def _own_history(out: Tensor) -> Tensor:
     """`out` again, as a tensor that may be changed in place without moving the tap."""
     if _saves_its_result(type(out.grad_fn)):
         return out.clone()  # its own op needs the values for its backward
-    return torch.ops.aten._unsafe_view(out, out.shape)
+    return _same(out)
 
 
 @cache
@@ -388,10 +441,6 @@ def _saves_its_result(node: type) -> bool:
 
 def _replace(value: Any, new: dict[int, Tensor]) -> Any:
     return tree_map(lambda t: new.get(id(t), t) if isinstance(t, Tensor) else t, value)
-
-
-def _versions(value: Any, sources: dict[int, Tensor]) -> tuple[tuple[Tensor, int], ...]:
-    return tuple((t, t._version) for t in tensors_in(value) if id(t) not in sources and not t.is_inference())
 
 
 def _broadcast_shape(func: Callable, args: tuple, kwargs: dict) -> torch.Size:
@@ -436,6 +485,7 @@ shape dtype device layout is_cuda is_nested is_sparse is_quantized is_leaf grad_
 is_mkldnn is_mps is_xpu itemsize nbytes output_nr _version is_cpu _backward_hooks
 """.split()  # noqa: SIM905
 _PASSIVE |= {getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(torch.Tensor, name)}
+_DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 _EXPANDING = {
     torch.Tensor.expand, torch.Tensor.expand_as, torch.broadcast_to, torch.Tensor.broadcast_to, torch.Tensor.repeat,
     torch.tile, torch.Tensor.tile,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +13,7 @@ from eachgrad.blocks import Block
 from eachgrad.blocks.base import real_dtype
 
 if TYPE_CHECKING:
+    from eachgrad.capture import Use
     from eachgrad.receipt import Receipt, Record
 
 
@@ -24,6 +25,7 @@ class Gradient:
     parameter: Tensor
     block: Block | None  # None: the loss does not depend on the parameter
     batch_size: int
+    guards: tuple[Use, ...] = field(default=(), repr=False)  # what must not have changed since
 
     @property
     def shape(self) -> torch.Size:
@@ -33,6 +35,7 @@ class Gradient:
         """The gradients themselves, (B, *shape), in the parameter's dtype."""
         if self.block is None:
             return self.parameter.detach().new_zeros(self.shape)
+        self._check()
         return self.block.dense().to(self.parameter.dtype)
 
     def squared_norms(self) -> Tensor:
@@ -40,6 +43,7 @@ class Gradient:
         if self.block is None:
             dtype = real_dtype(self.parameter.dtype)
             return torch.zeros(self.batch_size, dtype=dtype, device=self.parameter.device)
+        self._check()
         return self.block.squared_norms().to(real_dtype(self.parameter.dtype))
 
     def norms(self) -> Tensor:
@@ -48,9 +52,16 @@ class Gradient:
 
     def weighted_sum(self, c: Tensor) -> Tensor:
         """sum_i c[i] g[i], (*shape), in the parameter's dtype."""
+        if c.shape != (self.batch_size,):
+            raise ValueError(f"one weight per sample is ({self.batch_size},), not {tuple(c.shape)}")
         if self.block is None:
             return torch.zeros_like(self.parameter)
+        self._check()
         return self.block.weighted_sum(c).to(self.parameter.dtype)
+
+    def _check(self) -> None:
+        for use in self.guards:
+            use.check_versions()
 
     def __repr__(self) -> str:
         kind = "unused" if self.block is None else type(self.block).__name__
@@ -91,8 +102,6 @@ class PerSampleGrads(Mapping[str, Gradient]):
 
     def weighted_sum(self, c: Tensor) -> dict[str, Tensor]:
         """sum_i c[i] g[i] for each parameter, {name: (*shape)}."""
-        if c.shape != (self.batch_size,):
-            raise ValueError(f"one weight per sample is ({self.batch_size},), not {tuple(c.shape)}")
         return {name: gradient.weighted_sum(c) for name, gradient in self.items()}
 
     def clipped_sum(self, max_norm: float) -> dict[str, Tensor]:

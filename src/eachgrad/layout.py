@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from eachgrad.blocks import Fold
+from eachgrad.errors import CaptureError
 
-# Powers of two given to the samples, in each dtype. float32 and bfloat16 have room for 2^+-30 around
-# any gradient worth having; float16 has so little that four powers must do, with more passes.
-_POWERS = {torch.float16: range(-1, 3)}
-_DEFAULT_POWERS = range(-30, 31)
+# Powers of two given to the samples, in each dtype. They enlarge: small numbers must not be rounded away.
+# float16 has so little room that four powers must do, with more passes.
+_POWERS = {torch.float16: range(4)}
+_DEFAULT_POWERS = range(61)
 
 # How far a value may be from its exact multiple, relative to the largest of its row. Kernels that add in
 # a fixed order are exact; the slack is for those that do not (atomics), and is far below what an op that
@@ -49,6 +50,10 @@ Layout = Along | Scattered
 
 class Mixed(Exception):
     """Some element of this gradient comes from more than one sample."""
+
+
+class Unclear(CaptureError):
+    """The numbers do not allow to say where the samples lie."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,7 @@ class Evidence:
         place = torch.nan_to_num(flat, nan=0.0, posinf=0.0).argmax(1, keepdim=True)
         top = flat.gather(1, place).squeeze(1)
         if bool((~flat.isfinite().all(1) & ~(top.isfinite() & (top > 0))).any()):
-            raise Mixed  # nothing finite to tell the owner by
+            raise Unclear("some samples have no finite gradient, and lie in no regular order: leave them out")
         owner = torch.zeros(size, dtype=torch.long, device=plain.device)
         for k in range(self.marks.passes):
             marked = _magnitude(self.marked[k])
@@ -147,10 +152,20 @@ class Evidence:
 
 def find(evidence: Evidence) -> Layout:
     """Where the samples of this gradient lie; raises Mixed when some element has no single owner."""
-    B, shape = evidence.marks.powers.shape[1], evidence.plain.shape
-    for layout in regular(B, shape, evidence.plain.device):
+    B, plain = evidence.marks.powers.shape[1], evidence.plain
+    shape = plain.shape
+    _check_range(evidence)
+    clear = bool(plain.isfinite().all())
+    fitting: list[Layout] = []
+    for layout in regular(B, shape, plain.device):
         if evidence.agrees(layout):
-            return layout
+            if clear:
+                return layout
+            fitting.append(layout)
+    if fitting:
+        if len(fitting) > 1:
+            raise Unclear("the gradients of some samples are not finite, and the others do not tell where samples lie")
+        return fitting[0]
     for dim in range(len(shape)):
         try:
             owner = evidence.owners(dim)
@@ -163,6 +178,20 @@ def find(evidence: Evidence) -> Layout:
     if evidence.agrees(layout):
         return layout
     raise Mixed
+
+
+def _check_range(evidence: Evidence) -> None:
+    """Raise where numbers are so small, or so large, that marking them loses digits."""
+    largest = float(torch.nan_to_num(evidence.plain.abs(), 0.0, 0.0).amax())
+    if 0 < largest < 64 * _smallest(evidence.plain.dtype):
+        raise Unclear(
+            f"gradients of at most {largest:.0e} are too small for {evidence.plain.dtype}: scale the losses up"
+        )
+    for marked in evidence.marked:
+        if bool((evidence.plain.isfinite() & ~marked.isfinite()).any()):
+            raise Unclear(
+                f"gradients of up to {largest:.0e} leave no room in {evidence.plain.dtype}: scale the losses down"
+            )
 
 
 def whole(g: Tensor) -> Layout:
@@ -231,10 +260,8 @@ def _magnitude(t: Tensor) -> Tensor:
 
 
 def _smallest(dtype: torch.dtype) -> float:
-    """Below this a number may have been rounded to nothing, or coarsely, on its way through a marked pass."""
-    if dtype == torch.float16:
-        return 2.0**-22
-    return 2 * torch.finfo(dtype).smallest_normal * 2.0 ** _DEFAULT_POWERS[-1]
+    """How far a number may be off because it is too small for its dtype's precision."""
+    return 16 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
 def _slack(t: Tensor) -> float:

@@ -1,8 +1,8 @@
 """What the autograd graph of a scalar loss shows: how it reduced the samples, and whether it mixed them.
 
-The graph is read from the model's outputs up to the loss. Each node is in one of these states: the samples
-lie along a dimension, or they have been summed, or they have been mixed, or nothing is known. The graph may
-have been freed: sizes and dimensions are still there then, saved tensors are not.
+The graph is read from the model's outputs up to the loss. The samples of a node's output lie along a
+dimension, in some order; or they have been summed, or mixed, or nothing is known. The graph may have been
+freed: sizes and dimensions are still there then, saved tensors are not.
 """
 
 from __future__ import annotations
@@ -15,28 +15,53 @@ from eachgrad.errors import CaptureError
 
 Node = Any  # torch.autograd.graph.Node
 Edge = tuple[Node, int]
-State = int | str | None  # a dimension, "summed", "mixed", "unknown", or None: not computed from the outputs
 
-# Ops that are linear, so that a sum over samples stays one.
-_LINEAR = (
-    "Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Select",
-    "Stack", "Cat", "ToCopy", "Alias", "Clone", "Expand", "Unbind", "Slice", "Copy", "T", "Transpose", "Permute",
-)  # fmt: skip
-_SCALED = ("Mul", "Div")  # linear in one operand
-_ALONG_A_DIMENSION = (
-    "Softmax",
-    "LogSoftmax",
-    "Logsumexp",
-    "Cumsum",
-    "Cumprod",
-    "Sort",
-    "Flip",
-    "Max",
-    "Min",
-    "Topk",
+
+@dataclass(frozen=True)
+class Rows:
+    """Samples along dimension `dim`; two tensors in the same `order` have them in the same places."""
+
+    dim: int
+    order: object = None
+
+
+State = Rows | str | None  # "summed", "mixed", "unknown", or None: not computed from the outputs
+
+# Linear ops: a sum over samples stays one.
+_LINEAR = set(
+    "Add Sub Rsub Neg Sum Mean View UnsafeView Reshape ReshapeAlias Squeeze Unsqueeze Select Stack Cat ToCopy Alias Clone "
+    "Expand Unbind Slice Copy T Transpose Permute Detach".split()
 )
-_PRODUCTS = ("Mm", "Bmm", "Matmul", "Addmm", "Cdist", "Baddbmm")
-_MIXING = ("NativeBatchNorm", "CudnnBatchNorm", "Roll")
+_SCALED = {"Mul", "Div"}  # linear in one operand
+_ELEMENTWISE = _SCALED | set(
+    "Add Sub Rsub Neg ToCopy Alias Clone Copy Relu Sigmoid Tanh Exp Exp2 Expm1 Log Log2 Log10 Log1P Pow Sqrt Rsqrt Square "
+    "Abs Sin Cos Tan Asin Acos Atan Sinh Cosh Atan2 Softplus LogSigmoid Gelu Silu Mish Elu Celu Selu LeakyRelu Hardtanh "
+    "Hardsigmoid Hardswish Hardshrink Softshrink Threshold Clamp ClampMin ClampMax Where MaskedFill Reciprocal Erf Erfc "
+    "Erfinv Lgamma Digamma Maximum Minimum Fmax Fmin Lerp Xlogy Logaddexp Logaddexp2 Addcmul Addcdiv Fmod Remainder NanToNum "
+    "Real Imag Conj Angle Complex Polar Sgn Sign Floor Round Ceil Trunc Frac Dropout NativeDropout FusedDropout Prelu Rrelu "
+    "MseLoss L1Loss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits KlDiv SoftMarginLoss Logit "
+    "Hypot".split()
+)
+# Ops along the dimension, or dimensions, that they saved.
+_ALONG = set(
+    "Softmax LogSoftmax Logsumexp Cumsum Cumprod Logcumsumexp Sort Topk Kthvalue Mode Median Nanmedian Max Min Amax Amin Aminmax "
+    "Prod Std Var StdMean VarMean Norm LinalgVectorNorm Renorm Glu Diff".split()
+)
+_VIEWS = {"View", "UnsafeView", "Reshape", "ReshapeAlias", "Squeeze", "Expand"}
+_MOVING = {
+    "Slice",
+    "Flip",
+    "Roll",
+    "IndexSelect",
+    "Gather",
+    "Narrow",
+    "Index",
+    "Split",
+    "Unbind",
+    "Unfold",
+    "ConstantPadNd",
+}
+_TRAILING = {"NativeLayerNorm", "FusedRmsNorm", "NativeGroupNorm"}  # normalise what comes after the first dimension
 
 
 @dataclass
@@ -45,17 +70,14 @@ class _Reading:
 
     starts: Mapping[Edge, State]  # the outputs
     states: dict[Node, State] = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)
     mean: bool = False
     divided: bool = False
     weighted: bool = False  # a mean over targets with class weights
     averages_targets: bool = False  # a mean over targets, some of which may be ignored
 
-    def edge(self, edge: Edge) -> State:
-        return self.starts[edge] if edge in self.starts else self.states.get(edge[0])
-
     def read(self, root: Node) -> State:
-        stack = [root]
-        begun = set()
+        stack, begun = [root], set()
         while stack:
             node = stack[-1]
             below = [e for e in node.next_functions if e[0] is not None]
@@ -66,90 +88,136 @@ class _Reading:
                 continue
             stack.pop()
             if node not in self.states:
-                self.states[node] = self._state(node, [self.edge(e) for e in below])
+                edges = [self.starts[e] if e in self.starts else self.states.get(e[0]) for e in below]
+                self.states[node] = self._state(node, [s for s in edges if s is not None])
         return self.states[root]
 
-    def _state(self, node: Node, below: list[State]) -> State:
-        name, known = (
-            node.name().removesuffix("Backward0").removesuffix("Backward1"),
-            [s for s in below if s is not None],
-        )
-        if not known:
-            return None
-        if "mixed" in known:
-            return "mixed"
+    def _state(self, node: Node, below: list[Any]) -> State:
+        name = node.name().rstrip("0123456789").removesuffix("Backward")
+        if not below or "mixed" in below:
+            return "mixed" if below else None
         if name in _SCALED:
             self.divided = True
-        if "summed" in known:
-            linear = name in _LINEAR or (name in _SCALED and len(known) == 1)
-            return "summed" if linear and set(known) == {"summed"} else "mixed"
-        if "unknown" in known:
+        if "summed" in below:
+            linear = name in _LINEAR or (name in _SCALED and len(below) == 1)
+            return "summed" if linear and set(below) == {"summed"} else "mixed"
+        if "unknown" in below:
             return "unknown"
-        if name in _MIXING or (name in _PRODUCTS and len(known) > 1):
-            return "mixed"
-        return self._along(node, name, known)
+        if len(set(below)) > 1:  # samples in different places, or in another order, meet
+            return "unknown" if name in ("Cat", "Stack") else "mixed"
+        found = self._rows(node, name, below)
+        if found == "unknown":
+            self.unknown.add(name)
+        return found
 
-    def _along(self, node: Node, name: str, known: list[Any]) -> State:
-        dim, out = known[0], tuple(node._input_metadata[0].shape)
-        if len(set(known)) > 1:
-            # Broadcasting aligns at the right; anything else that meets on different dimensions pairs samples.
-            return "unknown" if len({tuple(out)}) == 1 and name in ("Cat", "Stack") else "mixed"
+    def _rows(self, node: Node, name: str, below: list[Rows]) -> State:
+        rows, out = below[0], tuple(node._input_metadata[0].shape)
         reduction = getattr(node, "_saved_reduction", None)
         if reduction is not None:
-            return self._loss(node, name, reduction, dim)
+            return self._loss(node, name, reduction, rows)
         if name in ("Sum", "Mean"):
-            return self._reduced(node, name, dim)
-        if name in _ALONG_A_DIMENSION and hasattr(node, "_saved_dim"):
-            rank = len(out) if "sum" not in name and name not in ("Max", "Min") else max(len(out), dim) + 1
-            return "mixed" if _signed(node._saved_dim) % max(rank, 1) == dim else dim
-        if name == "T" or (name == "Transpose" and len(out) == 2):
-            return 1 - dim
-        if name == "Transpose":
-            a, b = (_signed(d) % len(out) for d in (node._saved_dim0, node._saved_dim1))
-            return {a: b, b: a}.get(dim, dim)
-        if name == "Permute":
-            return [_signed(d) % len(out) for d in node._saved_dims].index(dim)
-        if name == "Unsqueeze":
-            return dim + (_signed(node._saved_dim) % len(out) <= dim)
-        if name == "Select":
-            at = _signed(node._saved_dim)
-            at = at % (len(out) + 1)
-            return "unknown" if at == dim else dim - (at < dim)
+            return self._reduced(node, name, rows)
+        if name in _ELEMENTWISE:
+            return rows if rows.dim < len(out) else "unknown"
+        if name in _ALONG:
+            return self._along(node, rows, out)
+        if name in _VIEWS:
+            return rows if rows.dim == 0 and out else self._view(node, rows, out)
+        if name in _MOVING:
+            return self._moved(node, name, rows, out)
+        if name in ("Mm", "Matmul", "Cdist", "Addmm") and len(below) == 1:
+            return rows if rows.dim == 0 else "unknown"
+        if name in ("Bmm", "Baddbmm") and rows.dim == 0:
+            return rows  # a product per sample
         if name in (
-            "View",
-            "UnsafeView",
-            "Reshape",
-            "Squeeze",
-            "Expand",
-            "Index",
-            "Gather",
-            "Slice",
-            "Unbind",
+            "Mm",
+            "Matmul",
+            "Bmm",
+            "Baddbmm",
+            "Addmm",
+            "Cdist",
+            "Pdist",
+            "Dot",
+            "NativeBatchNorm",
+            "CudnnBatchNorm",
         ):
-            return dim if dim == 0 and out else "unknown"
-        if name in _PRODUCTS:
-            return dim if dim == 0 else "unknown"
-        return dim if dim < len(out) else "unknown"
+            return "mixed"
+        if name in _TRAILING and rows.dim == 0:
+            shape = getattr(node, "_saved_normalized_shape", None)
+            return "mixed" if shape is not None and len(shape) == len(out) else rows
+        return self._permuted(node, name, rows, out)
 
-    def _loss(self, node: Node, name: str, reduction: int, dim: int) -> State:
-        if reduction == 0:
-            return dim
+    def _permuted(self, node: Node, name: str, rows: Rows, out: tuple[int, ...]) -> State:
+        rank = len(out)
+        if name == "T" or (name == "Transpose" and rank == 2):
+            return Rows(1 - rows.dim, rows.order)
+        if name == "Transpose":
+            a, b = (_signed(d) % rank for d in (node._saved_dim0, node._saved_dim1))
+            return Rows({a: b, b: a}.get(rows.dim, rows.dim), rows.order)
+        if name == "Permute":
+            return Rows([_signed(d) % rank for d in node._saved_dims].index(rows.dim), rows.order)
+        if name == "Unsqueeze":
+            return Rows(rows.dim + (_signed(node._saved_dim) % rank <= rows.dim), rows.order)
+        if name == "Select":
+            at = _signed(node._saved_dim) % (rank + 1)
+            return Rows(0, node) if at == rows.dim else Rows(rows.dim - (at < rows.dim), rows.order)
+        return "unknown"
+
+    def _view(self, node: Node, rows: Rows, out: tuple[int, ...]) -> State:
+        """A view keeps a dimension whose size, and whose predecessors' sizes, it leaves alone."""
+        before = tuple(getattr(node, "_saved_self_sym_sizes", ()))
+        upto = rows.dim + 1
+        return rows if before[:upto] == out[:upto] and len(out) >= upto else "unknown"
+
+    def _along(self, node: Node, rows: Rows, out: tuple[int, ...]) -> State:
+        dims = getattr(node, "_saved_dim", None)
+        if dims is None or dims == ():
+            return "mixed"  # over everything
+        dims = dims if isinstance(dims, (tuple, list)) else (dims,)
+        sizes = getattr(node, "_saved_self_sym_sizes", None)
+        keeps = bool(getattr(node, "_saved_keepdim", False))
+        rank = len(sizes) if sizes is not None else len(out)
+        # An op that drops its dimensions has more of them before than after.
+        reduces = sizes is None and not keeps and hasattr(node, "_saved_keepdim")
+        rank += len(dims) if reduces else 0
+        over = {_signed(d) % max(rank, 1) for d in dims}
+        if rows.dim in over:
+            return "mixed"
+        gone = 0 if keeps or rank == len(out) else sum(d < rows.dim for d in over)
+        return Rows(rows.dim - gone, rows.order)
+
+    def _moved(self, node: Node, name: str, rows: Rows, out: tuple[int, ...]) -> State:
+        dim = getattr(node, "_saved_dim", None)
+        if (
+            name in ("Slice", "IndexSelect", "Gather", "Narrow", "Split")
+            and dim is not None
+            and _signed(dim) % len(out) != rows.dim
+        ):
+            return rows
+        if name in ("Flip", "Roll"):
+            dims = getattr(node, "_saved_dims", ())
+            return rows if dims and rows.dim not in {_signed(d) % len(out) for d in dims} else Rows(rows.dim, node)
+        if name == "Index" and rows.dim == 0 and out:
+            return Rows(0, node)
+        return Rows(rows.dim, node) if rows.dim < len(out) else "unknown"
+
+    def _loss(self, node: Node, name: str, reduction: int, rows: Rows) -> State:
         if reduction == 1:
             self.mean = True
             if name.startswith("NllLoss"):
                 self.averages_targets = True
                 self.weighted = self.weighted or _has_class_weights(node)
-        return "summed"
+        return "summed" if reduction else rows
 
-    def _reduced(self, node: Node, name: str, dim: int) -> State:
+    def _reduced(self, node: Node, name: str, rows: Rows) -> State:
         rank = len(node._saved_self_sym_sizes)
         dims = getattr(node, "_saved_dim", None)
         over = {_signed(d) % rank for d in dims} if dims else set(range(rank))
-        if dim in over:
+        if rows.dim in over:
             self.mean = self.mean or name == "Mean"
             return "summed"
         kept = getattr(node, "_saved_keepdim", False)
-        return dim if kept else dim - sum(d < dim for d in over)
+        return rows if kept else Rows(rows.dim - sum(d < rows.dim for d in over), rows.order)
 
 
 def _signed(d: int) -> int:
@@ -164,10 +232,13 @@ def _has_class_weights(node: Node) -> bool:
         return True
 
 
-def check(root: Node, starts: Mapping[Edge, State], declared: str, B: int, ignores: bool | None) -> None:
+def check(
+    root: Node, starts: Mapping[Edge, State], declared: str, B: int, ignores: bool | None, *, measured: bool
+) -> None:
     """Raise if the loss mixes samples, or reduces them in another way than the declared one.
 
-    `ignores` says whether the loss leaves out some target; None: look at the targets it saved.
+    `ignores` says whether the loss leaves out some target; None: look at the targets it saved. `measured`
+    says that mixing is measured as well, so that an op of which nothing is known may pass.
     """
     if B == 1 or root is None:
         return
@@ -177,6 +248,11 @@ def check(root: Node, starts: Mapping[Edge, State], declared: str, B: int, ignor
         raise CaptureError(
             "the loss mixes samples: it compares or normalises the outputs of several samples (a contrastive or "
             "batch-normalised loss). No sample has a loss of its own here."
+        )
+    if state == "unknown" and not measured:
+        raise CaptureError(
+            f"the loss passes {', '.join(sorted(reading.unknown)) or 'a rearrangement'} on the way from the outputs, and "
+            "it cannot be seen whether that keeps samples apart: compute one loss per sample and use eachgrad.record"
         )
     if declared == "sum" and reading.mean:
         raise CaptureError(

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from eachgrad.capture import Recorder
+from eachgrad.capture import Recorder, Use, graph_nodes
 from eachgrad.errors import CaptureError
-from eachgrad.solve import Solved
+from eachgrad.solve import Accepted, pulled_back
 from eachgrad.uses import replay
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Record:
 
     model: nn.Module
     recorder: Recorder
-    solved: list[Solved]
+    accepted: Accepted
     aliases: dict[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,36 +79,35 @@ class Record:
         sizes = {name: gradient.parameter.numel() for name, gradient in grads.items()}
         unused = tuple(name for name, gradient in grads.items() if gradient.block is None)
         total = sum(sizes.values())
-        return Receipt(grads.batch_size, total, total, unused, len(self.solved), worst, exempt)
+        return Receipt(grads.batch_size, total, total, unused, len(self.accepted), worst, exempt)
 
     def _reference(self) -> dict[str, Tensor]:
         """The sum over samples by PyTorch's own derivative of every recorded op."""
         found: dict[str, Tensor] = {}
-        for item in self.solved:
+        for item, wanted in self.accepted:
             out, leaves = replay(item.use)
             pulled = torch.autograd.grad(out, leaves, item.g.to(out.dtype), allow_unused=True)
             for source, value in zip(item.use.sources, pulled, strict=True):
+                if id(source) not in wanted or value is None:
+                    continue
                 name = self.recorder.parameters.get(id(source))
-                if name is not None and value is not None:
-                    value = value.to_dense() if value.is_sparse else value
-                    found[name] = found[name] + value if name in found else value
-        # A parameter that is also derived from, or a candidate that was rejected, is not one sum of direct uses.
-        indirect = {
-            n for item in self.solved for s in item.use.sources
-            if id(s) not in self.recorder.parameters or not item.use.strong
-            for n in self.recorder.names_of(s)
-        }  # fmt: skip
-        return {name: value for name, value in found.items() if name not in indirect}
+                if name is not None:
+                    parts = {name: _strided(value)}
+                else:
+                    parts = {n: t[0] for n, t in pulled_back(self.recorder, source, value[None]).items()}
+                for n, t in parts.items():
+                    found[n] = found[n] + t if n in found else t
+        return found
 
     def _exempt(self) -> set[str]:
         return {
-            name for item in self.solved if _scaled_by_frequency(item.use.rule.bind(item.use.args, item.use.kwargs))
+            name for item, _ in self.accepted if _scaled_by_frequency(item.use)
             for source in item.use.sources for name in self.recorder.names_of(source)
         }  # fmt: skip
 
 
-def _scaled_by_frequency(arguments: dict[str, Any]) -> bool:
-    return bool(arguments.get("scale_grad_by_freq", False))
+def _scaled_by_frequency(use: Use) -> bool:
+    return bool(use.rule.bind(use.args, use.kwargs).get("scale_grad_by_freq", False))
 
 
 def deviation(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> float:
@@ -139,13 +138,19 @@ def check_weighted_sum(
     names = [name for name in parameters if name not in exempt]
     if not names:
         return
+    if any(node.name() == "CheckpointFunctionBackward" for node in graph_nodes([loss.grad_fn])):
+        raise CaptureError(
+            "check=True takes an ordinary gradient, which a reentrant checkpoint does not allow: pass use_reentrant=False"
+        )
+    # An op that ran in a lower precision than its parameter's has rounded in it.
+    limit = max(TOLERANCE[use.tap.dtype] for use in recorder.uses)
     theirs = torch.autograd.grad(loss, [parameters[n] for n in names], weights, allow_unused=True, retain_graph=True)
     scale = c if loss.ndim else torch.ones(B, device=loss.device, dtype=loss.dtype)
     floor = 1e-3 * max((_largest(_strided(t)) for t in theirs if t is not None), default=0.0)
     for name, value in zip(names, theirs, strict=True):
         ours = grads[name].weighted_sum(scale)
         gap = deviation(ours, torch.zeros_like(ours) if value is None else _strided(value), floor)
-        if not gap <= TOLERANCE[ours.dtype]:
+        if not gap <= max(limit, TOLERANCE[ours.dtype]):
             raise CaptureError(
                 f"check: the gradients of {name!r}, weighted and added, are off the ordinary gradient by {gap:.1e}. "
                 "A rule is wrong, or a tensor was changed behind autograd's back; please report it."

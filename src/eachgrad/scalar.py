@@ -113,7 +113,7 @@ def settle(
             if declared:
                 return found
             fitting.append(found)
-        elif all(len(o.places) == 1 for o in outputs):
+        elif all(len(o.places) == 1 for o in outputs) and _mixes(found):
             return found  # nothing else to try: what mixes is reported by name
     if len(fitting) != 1:
         shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
@@ -143,7 +143,15 @@ def check_additive(tensors: list[Tensor], v: Sequence[Tensor], places: Sequence[
     pairs = [k for k, t in enumerate(v) if t.requires_grad]
     if B == 1 or not pairs:
         return
-    half = (torch.arange(B) % 2).to(tensors[0].device)
+    # Any two samples are on different sides of one of these splits.
+    for bit in range((B - 1).bit_length()):
+        _check_split(tensors, v, places, torch.arange(B).bitwise_right_shift(bit) % 2)
+
+
+def _check_split(tensors: list[Tensor], v: Sequence[Tensor], places: Sequence[lay.Layout], half: Tensor) -> None:
+    """Raise if the gradient at the samples on side 0 changes with the outputs of those on side 1."""
+    pairs = [k for k, t in enumerate(v) if t.requires_grad]
+    half = half.to(tensors[0].device)
     sides = [half[lay.owners(p, t.shape, t.device).clamp(min=0)] for t, p in zip(tensors, places, strict=True)]
     generator = torch.Generator().manual_seed(0)
     pushes = [torch.randn(t.shape, generator=generator).to(t) * s for t, s in zip(tensors, sides, strict=True)]
@@ -164,22 +172,40 @@ def check_additive(tensors: list[Tensor], v: Sequence[Tensor], places: Sequence[
             )
 
 
-def plausible(solved: Sequence[Any], inputs: Sequence[Tensor], batch_dim: int, B: int) -> bool:
+def plausible(solved: Sequence[Solved], inputs: Sequence[Tensor], batch_dim: int, B: int) -> bool:
     """Whether no certain use mixes samples, and uses that read an input directly read it as it lies."""
+    return not _mixes(solved) and not any(_misread(item, inputs, batch_dim, B) for item in solved)
+
+
+def _mixes(solved: Sequence[Solved]) -> bool:
+    return any(item.layout is None and item.use.strong for item in solved)
+
+
+def _misread(item: Solved, inputs: Sequence[Tensor], batch_dim: int, B: int) -> bool:
+    read = [t for t in item.use.args[:1] if isinstance(t, Tensor)]
+    place = item.layout
+    return place is not None and not all(
+        _reads_as_it_lies(t, leaf, item.g, place, batch_dim, B) for t in read for leaf in inputs
+    )
+
+
+def check_order(solved: Sequence[Solved], inputs: Sequence[Tensor], batch_dim: int, B: int) -> None:
+    """Raise if the loss of one sample is computed from the input of another, as far as this can be seen."""
     for item in solved:
-        if item.layout is None:
-            if item.use.strong:
-                return False
-            continue
-        read = [t for t in item.use.args[:1] if isinstance(t, Tensor)]
-        if not all(_reads_as_it_lies(t, leaf, item.layout, batch_dim, B) for t in read for leaf in inputs):
-            return False
-    return True
+        place = item.layout
+        along = isinstance(place, lay.Along) and place.dim == batch_dim and place.fold is not None
+        if along and place.fold.kind == "ragged" and _misread(item, inputs, batch_dim, B):
+            raise CaptureError(
+                f"the loss of one sample depends on the input of another one, read by {item.use.name} at "
+                f"{item.use.where}: the model moves samples to other places along the batch (roll, sort, permutation)"
+            )
 
 
-def _reads_as_it_lies(t: Tensor, leaf: Tensor, place: lay.Layout, batch_dim: int, B: int) -> bool:
+def _reads_as_it_lies(t: Tensor, leaf: Tensor, g: Tensor, place: lay.Layout, batch_dim: int, B: int) -> bool:
     """Whether the rows of `t`, if it is a view of the input `leaf`, belong to the samples that `place` says."""
-    if not isinstance(place, lay.Along) or place.dim >= t.ndim or leaf.ndim <= batch_dim:
+    if not isinstance(place, lay.Along) or place.dim >= min(t.ndim, g.ndim) or leaf.ndim <= batch_dim:
+        return True
+    if t.shape[place.dim] != g.shape[place.dim]:  # not the dimension that the output has there
         return True
     same = t.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr()
     if not same or not leaf.is_contiguous() or leaf.shape[batch_dim] != B:

@@ -46,21 +46,20 @@ class Passes:
             found: dict[int, Tensor] = {}
             with grads_untouched([*self.leaves, *self.recorder.tensors]):
                 self.stream(roots, weights, found.__setitem__)
-                self._check_nothing_hidden()
             return [found.get(n) for n in range(len(self.recorder.uses))]
         taps = [use.tap for use in self.recorder.uses]
         if not taps:
             return []
-        with self._replaying(), grads_untouched(self.recorder.tensors):
+        before = [(p.grad, p.grad._version if p.grad is not None else 0) for p in self.recorder.tensors]
+        with self._replaying():
             gradients = _grad(roots, taps, weights, retain_graph=True, allow_unused=True)
-            self._check_nothing_hidden()
+        self._check_nothing_hidden(before)
         return list(gradients)
 
-    def _check_nothing_hidden(self) -> None:
+    def _check_nothing_hidden(self, before: list[tuple[Tensor | None, int]]) -> None:
         """No op may have a backward of its own inside, that gives a parameter its gradient unseen."""
-        attached = {id(s) for use in self.recorder.uses if use.aliases for s in use.sources}
-        for p in self.recorder.tensors:
-            if p.grad is not None and not (self.reentrant and id(p) in attached):
+        for p, (grad, version) in zip(self.recorder.tensors, before, strict=True):
+            if p.grad is not grad or (grad is not None and grad._version != version):
                 raise CaptureError(
                     f"the gradient of parameter {self.recorder.parameters[id(p)]!r} is computed by a backward inside "
                     "another op's backward, where it cannot be followed; use torch.utils.checkpoint for checkpoints"
@@ -120,12 +119,14 @@ class Marked:
     marks: lay.Marks | None  # None: a batch of one
     gradients: list[list[Tensor | None]]  # by pass and use
 
-    def place(self, n: int, g: Tensor) -> lay.Layout | None:
+    def place(self, n: int, g: Tensor, certain: bool = True) -> lay.Layout | None:
         """Where the samples lie in the gradient of use `n`; None where they mix."""
         if self.marks is None:
             return lay.whole(g)
         found = [m for row in self.gradients if (m := row[n]) is not None]
         if len(found) < len(self.gradients):  # it came by a way on which no sample was marked
+            return None
+        if not certain and not bool(g.isfinite().all()):  # no evidence to accept a candidate on
             return None
         try:
             return lay.find(lay.Evidence(g, found, self.marks))
@@ -148,18 +149,21 @@ def marked(passes: Passes, roots: list[Tensor], weights: Callable[[lay.Marks, in
 def solved(recorder: Recorder, plain: Sequence[Tensor | None], evidence: Marked) -> list[Solved]:
     """Every use that has a gradient, with the place of its samples."""
     found = enumerate(zip(recorder.uses, plain, strict=True))
-    return [Solved(use, g, evidence.place(n, g)) for n, (use, g) in found if g is not None]
+    return [Solved(use, g, evidence.place(n, g, use.strong)) for n, (use, g) in found if g is not None and g.numel()]
 
 
-def assemble(recorder: Recorder, uses: list[Solved], roots: list[Tensor], B: int) -> dict[str, Block]:
-    """A block for each parameter that the roots depend on; an error for any that is not covered."""
+Accepted = list[tuple[Solved, set[int]]]  # uses that count, each with the ids of the sources it counts for
+
+
+def accept(recorder: Recorder, uses: list[Solved], roots: list[Tensor]) -> Accepted:
+    """The uses that count; an error that names it for any parameter which they do not cover."""
     accepted = _accept(recorder, uses)
     _check_complete(recorder, accepted, roots)
-    return blocks_of(recorder, accepted, B)
+    return accepted
 
 
-def blocks_of(recorder: Recorder, accepted: list[tuple[Solved, set[int]]], B: int) -> dict[str, Block]:
-    """The blocks of uses that count, by parameter; each use with the ids of the sources it counts for."""
+def blocks_of(recorder: Recorder, accepted: Accepted, B: int) -> dict[str, Block]:
+    """A block for each parameter that the accepted uses reach."""
     parts: dict[str, list[Block]] = {}
     for item, wanted in accepted:
         if not wanted:
@@ -169,8 +173,11 @@ def blocks_of(recorder: Recorder, accepted: list[tuple[Solved, set[int]]], B: in
         for source, block in zip(item.use.sources, found, strict=True):
             if id(source) not in wanted:
                 continue
-            for name, piece in _pulled_back(recorder, source, block).items():
-                parts.setdefault(name, []).append(piece)
+            if id(source) in recorder.parameters:
+                parts.setdefault(recorder.parameters[id(source)], []).append(block)
+                continue
+            for name, piece in pulled_back(recorder, source, block.dense()).items():
+                parts.setdefault(name, []).append(Dense(piece))
     return {name: add(pieces) for name, pieces in parts.items()}
 
 
@@ -232,9 +239,12 @@ def _check_complete(recorder: Recorder, accepted: list[tuple[Solved, set[int]]],
         name = recorder.parameters.get(id(getattr(node, "variable", None)))
         if name is not None:
             op = recorder.without_rule.get(name) or (f"{above.name()} in the autograd graph" if above else "the loss")
+            if not recorder.uses:
+                op += ", outside the record block"
             raise CaptureError(
-                f"parameter {name!r} is used by {op}, where its per-sample gradient cannot be followed. Write a rule "
-                "for that op with @eachgrad.rule (docs/add_a_rule.md), or compute the same with ops that have one."
+                f"parameter {name!r} is used by {op}, where its per-sample gradient cannot be followed. Run the forward "
+                "inside the record block; an autograd.Function or a scripted function must be a torch.library.custom_op "
+                "with a rule (docs/add_a_rule.md), or be written with ops that have one."
             )
         stack.extend((below, node) for below, _ in node.next_functions if below is not None)
 
@@ -252,15 +262,12 @@ def _refuse_mixed(recorder: Recorder, use: Use) -> None:
     )
 
 
-def _pulled_back(recorder: Recorder, source: Tensor, block: Block) -> dict[str, Block]:
-    """The block of a derived tensor as blocks of the parameters it was derived from."""
-    if id(source) in recorder.parameters:
-        return {recorder.parameters[id(source)]: block}
+def pulled_back(recorder: Recorder, source: Tensor, value: Tensor) -> dict[str, Tensor]:
+    """Gradients of a derived tensor, (n, *shape), as gradients of the parameters it was derived from."""
     reached = {id(v): v for node in graph_nodes([source.grad_fn]) if (v := getattr(node, "variable", None)) is not None}
     parameters = [v for key, v in reached.items() if key in recorder.parameters]
-    value = block.dense().to(source.dtype).reshape(-1, *source.shape)
-    found = _batched_pull(source, parameters, value)
-    return {recorder.parameters[id(p)]: Dense(f) for p, f in zip(parameters, found, strict=True) if f is not None}
+    found = _batched_pull(source, parameters, value.to(source.dtype).reshape(-1, *source.shape))
+    return {recorder.parameters[id(p)]: f for p, f in zip(parameters, found, strict=True) if f is not None}
 
 
 def _batched_pull(source: Tensor, parameters: list[Tensor], value: Tensor) -> list[Tensor | None]:

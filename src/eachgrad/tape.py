@@ -16,7 +16,7 @@ from eachgrad.capture import Recorder, named_trainable, node_of, tensors_in
 from eachgrad.errors import CaptureError
 from eachgrad.grads import Gradient, PerSampleGrads
 from eachgrad.receipt import Record, check_weighted_sum
-from eachgrad.solve import Passes, Solved, assemble, marked, solved
+from eachgrad.solve import Passes, Solved, accept, blocks_of, marked, solved
 
 _active = threading.local()
 
@@ -27,7 +27,7 @@ def record(model: nn.Module, *, batch_size: int | None = None, batch_dim: int = 
     `batch_size` is needed only where it can be read neither from the losses nor from the model's inputs.
     `batch_dim` is the dimension of the model's inputs and outputs that counts the samples; what lies
     inside the model is measured. `check` compares the answer with an ordinary gradient, for the price of
-    two more backward passes, and raises if they differ.
+    one more backward pass, and raises if they differ.
     """
     return Tape(model, batch_size, batch_dim, check)
 
@@ -44,10 +44,11 @@ class Tape:
             raise ValueError(f"batch_size is a positive integer, not {batch_size!r}")
         self.model, self.batch_dim, self.check = model, batch_dim, check
         self.given_batch_size = batch_size
-        self.recorder = Recorder(named_trainable(model), batch_size, attach=check)
+        self.recorder = Recorder(named_trainable(model), list(model.buffers()), batch_size, attach=check)
         self.inputs: list[Tensor] = []
         self.outputs: list[Any] = []
         self._thread = threading.get_ident()
+        self.disagreeing: set[int] = set()  # sizes of the inputs along the batch dimension
         self._hooks: list[Any] = []
         self._state = "new"
 
@@ -56,16 +57,23 @@ class Tape:
             raise CaptureError("this tape has been used: call eachgrad.record again for another forward")
         if getattr(_active, "tape", None) is not None:
             raise CaptureError("record inside another record: end the outer one first")
-        _active.tape, self._thread, self._state = self, threading.get_ident(), "recording"
+        if isinstance(self.model, torch.jit.ScriptModule):
+            raise CaptureError("a scripted model hides its ops: record the nn.Module that it was made from")
+        self._thread = threading.get_ident()
         self._hooks = [
             self.model.register_forward_pre_hook(self._entering, with_kwargs=True),
             self.model.register_forward_hook(self._leaving),
         ]
+        # What the user compiled runs as it is written, so that its ops can be seen.
+        self._eager = torch.compiler.set_stance("force_eager")
+        self._eager.__enter__()
         self.recorder.__enter__()
+        _active.tape, self._state = self, "recording"
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.recorder.__exit__(*error)
+        self._eager.__exit__(*error)
         _active.tape, self._state = None, "recorded"
         for hook in self._hooks:
             hook.remove()
@@ -89,7 +97,9 @@ class Tape:
         passes = Passes(self.recorder, [losses])
         plain = passes.run([losses], [torch.ones_like(losses)])
         evidence = marked(passes, [losses], lambda marks, k: [marks.weights(k, losses)], B)
-        return self._answer(solved(self.recorder, plain, evidence), losses, B)
+        uses = solved(self.recorder, plain, evidence)
+        scalar.check_order(uses, self.inputs, self.batch_dim, B)
+        return self._answer(uses, losses, B)
 
     def _scalar(self, loss: Tensor, reduction: str | None) -> PerSampleGrads:
         if reduction is None:
@@ -99,6 +109,11 @@ class Tape:
             raise CaptureError(
                 "the batch size is not known: pass record(model, batch_size=...), or one loss per sample"
             )
+        if len(self.disagreeing) > 1:
+            raise CaptureError(
+                f"the model's inputs have sizes {sorted(self.disagreeing)} along dimension {self.batch_dim}: pass "
+                "record(model, batch_size=...), or one loss per sample"
+            )
         returned = [o for value in self.outputs for o in scalar.outputs_of(value, B, self.batch_dim)]
         outputs = scalar.cut(loss, returned)
         if not outputs:
@@ -107,7 +122,7 @@ class Tape:
                 "the recorded model itself, or pass one loss per sample"
             )
         edges = {(node_of(o.tensor), o.tensor.output_nr): place_state(o.places) for o in outputs}
-        lossgraph.check(loss.grad_fn, edges, reduction, B, None)
+        lossgraph.check(loss.grad_fn, edges, reduction, B, None, measured=True)
         v = torch.autograd.grad(loss, [o.tensor for o in outputs], create_graph=True)
         passes = Passes(self.recorder, [loss])
         plain = passes.run([loss], [torch.ones_like(loss)])
@@ -116,10 +131,12 @@ class Tape:
         return self._answer([Solved(u.use, u.g * scale, u.layout) for u in uses], loss * scale, B)
 
     def _answer(self, uses: list[Solved], loss: Tensor, B: int) -> PerSampleGrads:
-        blocks = assemble(self.recorder, uses, [loss], B)
+        accepted = accept(self.recorder, uses, [loss])
+        blocks = blocks_of(self.recorder, accepted, B)
         parameters = named_trainable(self.model)
-        gradients = {name: Gradient(name, p, blocks.get(name), B) for name, p in parameters.items()}
-        grads = PerSampleGrads(gradients, B, Record(self.model, self.recorder, uses))
+        guards = tuple(item.use for item, wanted in accepted if wanted)
+        gradients = {name: Gradient(name, p, blocks.get(name), B, guards) for name, p in parameters.items()}
+        grads = PerSampleGrads(gradients, B, Record(self.model, self.recorder, accepted))
         if self.check:
             check_weighted_sum(grads, loss, self.recorder, parameters)
         return grads
@@ -136,19 +153,24 @@ class Tape:
 
     # Hooks on the model, gone with the context
 
-    def _entering(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if threading.get_ident() != self._thread:
+    def _entering(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> None:
+        if threading.get_ident() != self._thread or not torch.is_grad_enabled():
             return
         leaves = tensors_in((args, kwargs))
-        sizes = [t.shape[self.batch_dim] for t in leaves if t.ndim > self.batch_dim]
-        packed = [p for p in (*args, *kwargs.values()) if isinstance(p, PackedSequence)]
-        if self.recorder.batch_size is None and (packed or sizes):
-            self.recorder.batch_size = int(packed[0].batch_sizes[0]) if packed else max(sizes, key=sizes.count)
-        B = self.recorder.batch_size
-        first = [p.data for p in packed] or [
-            t for t in leaves if t.ndim > self.batch_dim and t.shape[self.batch_dim] == B
-        ]
-        self.recorder.mark_strong(first[:1])
+        packed = [p for p in (*args, *(kwargs or {}).values()) if isinstance(p, PackedSequence)]
+        batched = [p.data for p in packed] or [t for t in leaves if t.ndim > self.batch_dim]
+        if packed:
+            sizes = [int(p.batch_sizes[0]) for p in packed]
+        else:
+            sizes = [t.shape[self.batch_dim] for t in batched]
+        if self.recorder.batch_size is None and sizes:
+            self.recorder.batch_size = sizes[0]
+        if self.given_batch_size is None:
+            self.disagreeing.update(sizes)
+        # The tensor with most dimensions is of the batch for certain: the others may be masks or positions.
+        fitting = [t for t, n in zip(batched, sizes, strict=True) if n == self.recorder.batch_size]
+        if len({*sizes, self.recorder.batch_size}) == 1:
+            self.recorder.mark_strong(sorted(fitting, key=lambda t: -t.ndim)[:1])
         self.inputs.extend(leaves)
 
     def _leaving(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -156,10 +178,10 @@ class Tape:
             self.outputs.append(output)
 
 
-def place_state(places: Sequence[lay.Layout]) -> int | str:
-    """The dimension along which an output's samples lie, if that is certain enough to read the loss by."""
+def place_state(places: Sequence[lay.Layout]) -> lossgraph.State:
+    """How an output's samples lie, as the reading of the loss begins."""
     first = places[0] if places else None
-    return first.dim if isinstance(first, lay.Along) else "unknown"
+    return lossgraph.Rows(first.dim) if isinstance(first, lay.Along) else "unknown"
 
 
 def _check_losses(losses: Tensor) -> None:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from eachgrad.receipt import deviation, loop
 from eachgrad.rules import BROADCAST, COMPOSITES, RULES
+from eachgrad.rules.registry import as_called
 from eachgrad.tape import record
 
 TOLERANCE = 1e-10
@@ -70,7 +71,7 @@ def check_rule(op: Callable[..., Tensor], *args: Any, **kwargs: Any) -> None:
     one in dimension 0 are batches of samples. Every query is checked, with the batch as it is, reversed,
     and cut to one sample. Raises AssertionError, with the argument and the error, where they differ.
     """
-    if not any(op in table for table in (RULES, COMPOSITES, BROADCAST)):
+    if not any(as_called(op) in table for table in (RULES, COMPOSITES, BROADCAST)):
         raise AssertionError(f"{op} has no rule: register one with @eachgrad.rule")
     model = _OneOp(op, args, kwargs)
     batch = model.batch()

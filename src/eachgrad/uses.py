@@ -7,19 +7,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from eachgrad import layout as lay
 from eachgrad.blocks import Block, Dense, Fold, add
-from eachgrad.capture import Use
+from eachgrad.capture import Use, tensors_in
+from eachgrad.errors import CaptureError
 from eachgrad.rules.linear import Unanswered
-from eachgrad.rules.recurrent import gru_hidden
 from eachgrad.rules.registry import Arguments, NeedsLoop, Rule
 
 
 def blocks(use: Use, g: Tensor, layout: lay.Layout, B: int) -> tuple[Block, ...]:
     """A block of B gradients for each source of `use`; each has the shape of its source."""
     use.check_versions()
+    if use.op is not F.embedding:  # whose max_norm changes the table in place, call by call
+        use.check_sources()
     try:
         found = _by_rule(use, g.detach(), layout, B)
     except NeedsLoop:
@@ -37,13 +40,9 @@ def _by_rule(use: Use, g: Tensor, layout: lay.Layout, B: int) -> list[Block | No
     if rule.is_dense:
         if not isinstance(layout, lay.Along) or layout.dim:
             raise NeedsLoop
-        use.check_sources()
-        found: Any = rule.function(g, use.args, use.kwargs, use.sources)
-        return _folded(list(found), layout.fold)
+        return _folded(_by_dense_rule(use, g), layout.fold)
     arguments = rule.bind(use.args, use.kwargs)
     names = _names_of_sources(use, arguments)
-    if use.op is gru_hidden:
-        use.check_sources()
     if rule.takes_batch_dim:
         if isinstance(layout, lay.Scattered):
             raise NeedsLoop
@@ -52,6 +51,22 @@ def _by_rule(use: Use, g: Tensor, layout: lay.Layout, B: int) -> list[Block | No
     front, fold = _to_the_front(rule, g, arguments, layout, B)
     arguments |= {n: front(arguments[n]) for n in rule.samples if isinstance(arguments.get(n), Tensor)}
     return _folded(_by_source(names, _call(rule, front(g), arguments, {})), fold)
+
+
+def _by_dense_rule(use: Use, g: Tensor) -> list[Block | None]:
+    """A dense rule guesses which arguments hold samples: its sum over samples must be the op's derivative."""
+    out, leaves = replay(use)
+    whole = torch.autograd.grad(out, leaves, g.to(out.dtype), allow_unused=True)
+    found: Any = use.rule.function(g, use.args, use.kwargs, use.sources, use.samples)
+    for block, total in zip(found, whole, strict=True):
+        if total is not None and not _close(block.dense().sum(0), total):
+            raise NeedsLoop
+    return list(found)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    tolerance = max(1e-9, 100 * torch.finfo(a.dtype).eps)
+    return a.shape == b.shape and bool((a - b).abs().amax() <= tolerance * b.abs().amax().clamp(min=1e-30))
 
 
 def _to_the_front(
@@ -115,6 +130,12 @@ def _by_source(names: list[list[str]], answer: dict[str, Block]) -> list[Block |
 def _by_loop(use: Use, g: Tensor, layout: lay.Layout, B: int) -> tuple[Block, ...]:
     """PyTorch's own derivative of the op, once per sample, with every other sample's gradient zeroed."""
     owner = lay.owners(layout, g.shape, g.device)
+    floating = [t for t in tensors_in((use.args, use.kwargs)) if t.is_floating_point() or t.is_complex()]
+    if not all(bool(t.isfinite().all()) for t in (g, *floating)):
+        raise CaptureError(
+            f"a sample is not finite, and {use.name} at {use.where} is differentiated one sample after another, where "
+            "NaN and inf would spread to the others: leave such samples out"
+        )
     out, leaves = replay(use)
     rows = []
     for i in range(B):
@@ -128,13 +149,21 @@ def _by_loop(use: Use, g: Tensor, layout: lay.Layout, B: int) -> tuple[Block, ..
 
 def replay(use: Use) -> tuple[Tensor, list[Tensor]]:
     """The op once more, on its recorded arguments: its output, and the fresh leaves for its sources."""
-    use.check_sources()
     leaves = {id(s): s.detach().clone().requires_grad_() for s in use.sources}
-    fresh = lambda t: leaves.get(id(t), t.detach()) if isinstance(t, Tensor) else t  # noqa: E731
-    with torch.enable_grad():
+
+    def fresh(t: Any) -> Any:
+        if not isinstance(t, Tensor) or id(t) in leaves:
+            return leaves.get(id(t), t)
+        return t.detach().clone() if use.op in _UPDATING else t.detach()
+
+    device, dtype = use.autocast or (use.tap.device.type, None)
+    with torch.enable_grad(), torch.autocast(device, dtype, enabled=dtype is not None):
         args, kwargs = tree_map(fresh, (use.args, use.kwargs))
         out = use.op(*args, **kwargs)
     return out, list(leaves.values())
+
+
+_UPDATING = {F.instance_norm, F.batch_norm}  # ops that change running statistics when they are run again
 
 
 def _plain(t: Tensor) -> Tensor:

@@ -27,6 +27,10 @@ class Outer(Block):
         value = left.mT @ right
         return value if self.shape is None else value.reshape(len(value), *self.shape)
 
+    @property
+    def matrix(self) -> tuple[int, int]:
+        return self.left.shape[2], self.right.shape[2]
+
     def fold(self, fold: Fold) -> Outer:
         left, right = (fold.join(t).flatten(1, 2) for t in (self.left, self.right))
         return Outer(left, right, self.shape)
@@ -50,12 +54,14 @@ class Outer(Block):
         return torch.cat(parts)
 
     def dots(self, other: Block) -> Tensor:
-        if not isinstance(other, Outer) or self.shape != other.shape:
+        if not isinstance(other, Outer) or self.matrix != other.matrix:
             return super().dots(other)
         T, S, p, d = self.left.shape[1], other.left.shape[1], self.left.shape[2], self.right.shape[2]
         if T * S * (p + d) < (T + S) * p * d:
             return self._gram(other)
-        return dots(self.dense(), other.dense())
+        step = max(1, DIRECT_CHUNK // (p * d))
+        factors = [t.split(step) for t in (*self._factors(), *other._factors())]
+        return torch.cat([dots(a.mT @ b, c.mT @ e) for a, b, c, e in zip(*factors, strict=True)])
 
     def concatenate(self, other: Outer) -> Outer:
         """The sum of two uses of one parameter: their positions one after another."""

@@ -31,8 +31,10 @@ class Sum(Block):
 
     def squared_norms(self) -> Tensor:
         total = reduce(torch.add, (part.squared_norms() for part in self.parts))
-        for k, part in enumerate(self.parts):
-            for other in self.parts[:k]:
+        # Rows know how to meet the others without a dense table.
+        parts = sorted(self.parts, key=lambda part: not isinstance(part, Rows))
+        for k, part in enumerate(parts):
+            for other in parts[k + 1 :]:
                 total = total + 2 * part.dots(other)
         return total.clamp(min=0)
 
@@ -54,7 +56,7 @@ def add(blocks: Iterable[Block]) -> Block:
 def _join(a: Block, b: Block) -> Block | None:
     if isinstance(a, Dense) and isinstance(b, Dense):
         return Dense(a.value + b.value)
-    if isinstance(a, Outer) and isinstance(b, Outer) and a.shape == b.shape:
+    if isinstance(a, Outer) and isinstance(b, Outer) and a.matrix == b.matrix:
         return a.concatenate(b)
     if isinstance(a, Rows) and isinstance(b, Rows):
         return a.concatenate(b)

@@ -1,6 +1,6 @@
 """What each op does to a parameter's gradient: one file per op family."""
 
-from eachgrad.rules import broadcast, convolution, embedding, linear, looped, norm, recurrent
+from eachgrad.rules import attention, broadcast, convolution, embedding, linear, looped, norm, recurrent
 from eachgrad.rules.registry import BROADCAST, COMPOSITES, RULES, Rule, composite, rule, via_vmap
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "COMPOSITES",
     "RULES",
     "Rule",
+    "attention",
     "broadcast",
     "composite",
     "convolution",

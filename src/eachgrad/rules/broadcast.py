@@ -80,7 +80,14 @@ _IN_PLACE = [
     "__ipow__",
 ]
 
-IN_PLACE = {getattr(torch.Tensor, name) for name in _IN_PLACE if hasattr(torch.Tensor, name)}
+_PLAIN = {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div", "__ipow__": "pow"}
+
+# op in place -> the same out of place
+IN_PLACE = {
+    getattr(torch.Tensor, name): getattr(torch.Tensor, _PLAIN.get(name, name.rstrip("_")), None)
+    for name in _IN_PLACE
+    if hasattr(torch.Tensor, name)
+}
 for _owner, _names in ((torch, _NAMES), (torch.Tensor, [*_NAMES, *_OPERATORS.split()])):
     BROADCAST.update(getattr(_owner, name) for name in _names if hasattr(_owner, name))
 BROADCAST.update(IN_PLACE)
@@ -129,8 +136,9 @@ def _prelu(input: Tensor, weight: Tensor) -> Tensor:
 
 
 @composite(torch.masked_fill, torch.Tensor.masked_fill)
-def _masked_fill(input: Tensor, mask: Tensor, value: Tensor) -> Tensor:
-    return torch.where(mask, value.to(input.dtype), input)
+def _masked_fill(input: Tensor, mask: Tensor, value: Tensor | float) -> Tensor:
+    value = value.to(input.dtype) if isinstance(value, Tensor) else torch.tensor(value).to(input)
+    return torch.where(mask, value, input)
 
 
 @composite(torch.max, torch.Tensor.max)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eachgrad.blocks import Block, Dense
-from eachgrad.rules.registry import Arguments, rule
+from eachgrad.rules.registry import Arguments, composite, rule
 
 
 def _all_but_normalised(g: Tensor, arguments: Arguments) -> int:
@@ -88,7 +88,7 @@ def _instance_norm(
     return {"weight": _over_channels(g * normal), "bias": _over_channels(g)}
 
 
-@rule(F.batch_norm, torch.batch_norm)
+@rule(F.batch_norm)
 def _batch_norm(
     g: Tensor,
     input: Tensor,
@@ -105,3 +105,18 @@ def _batch_norm(
     else:
         normal = F.batch_norm(input, running_mean, running_var, eps=eps)
     return {"weight": _over_channels(g * normal), "bias": _over_channels(g)}
+
+
+@composite(torch.batch_norm)
+def _torch_batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)

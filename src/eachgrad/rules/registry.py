@@ -94,7 +94,7 @@ def composite(*ops: Callable) -> Callable[[Callable], Callable]:
     """Register a function that computes each of `ops` from ops that have rules of their own."""
 
     def register(function: Callable) -> Callable:
-        COMPOSITES.update(dict.fromkeys(ops, function))
+        COMPOSITES.update({as_called(op): function for op in ops})
         return function
 
     return register
@@ -106,8 +106,10 @@ class ViaVmap:
 
     op: Callable
 
-    def __call__(self, g: Tensor, args: tuple, kwargs: dict, sources: tuple[Tensor, ...]) -> tuple[Block, ...]:
-        """One block per source; every other tensor with g's size in dimension 0 is cut into samples."""
+    def __call__(
+        self, g: Tensor, args: tuple, kwargs: dict, sources: tuple[Tensor, ...], samples: frozenset[int]
+    ) -> tuple[Block, ...]:
+        """One block per source; tensors of the batch with g's size in dimension 0 are cut into samples."""
         cut: list[Tensor] = []
         keys = {id(s): k for k, s in enumerate(sources)}
 
@@ -116,7 +118,7 @@ class ViaVmap:
                 return value
             if id(value) in keys:
                 return _Slot("source", keys[id(value)])
-            if value.ndim and len(value) == len(g):
+            if id(value) in samples and value.ndim and len(value) == len(g):
                 cut.append(value.detach())
                 return _Slot("sample", len(cut) - 1)
             return value.detach()
@@ -135,7 +137,10 @@ class ViaVmap:
 
             return torch.func.vjp(call, *(s.detach() for s in sources))[1](g_row[None])
 
-        return tuple(Dense(v) for v in torch.func.vmap(one)(g, cut))
+        try:
+            return tuple(Dense(v) for v in torch.func.vmap(one)(g, cut))
+        except RuntimeError as error:  # some op in it cannot be batched, or the samples are not cut like this
+            raise NeedsLoop from error
 
 
 @dataclass(frozen=True)
