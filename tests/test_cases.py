@@ -125,7 +125,10 @@ def test_float32(case: Case):
 # One number instead of a loss per sample
 
 # Where one number is refused although a loss per sample is answered: nothing tells the samples apart.
-NEEDS_LOSSES = {"submodules called, never the model", "micro-batches in one recording", "several views of each sample"}
+NEEDS_LOSSES = {
+    "submodules called, never the model", "micro-batches in one recording", "several views of each sample",
+    "one loss at a time, with a penalty",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])

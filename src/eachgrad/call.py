@@ -224,6 +224,7 @@ class _Call:
             held = scalar.settle(passes, self.outputs, v, plain, self.tape.inputs, self.B, self.batch_dim)
         recorder = self.tape.recorder
         self._add(blocks_of(recorder, accept(recorder, held, tensors), self.B))
+        self.tape.check_statistics(tensors)
         self._deliver()
         return grads
 

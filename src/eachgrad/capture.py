@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -28,6 +29,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_map
 
+from eachgrad import mixing
 from eachgrad.errors import CaptureError, UnsupportedOp
 from eachgrad.rules import BROADCAST, COMPOSITES, RULES, Rule
 from eachgrad.rules.broadcast import IN_PLACE
@@ -71,7 +73,7 @@ class Use:
 
     def check_versions(self) -> None:
         for tensor, version in self.versions:
-            if tensor._version != version:
+            if not tensor.is_inference() and tensor._version != version:
                 raise CaptureError(
                     f"an input of {self.name} at {self.where} was changed in place after it had been recorded; "
                     "use the out-of-place form of that op, or clone the tensor first"
@@ -101,6 +103,7 @@ class Recorder(TorchFunctionMode):
         self.tap_nodes: set[Node] = set()
         self.without_rule: dict[str, str] = {}  # parameter -> op it met that has no rule
         self._strong: dict[int, ref] = {}
+        self._tags: dict[int, tuple[ref, mixing.Tag]] = {}
         self._carriers: dict[int, tuple[ref, int, str | None]] = {}
         self._loose: dict[int, Tensor] = {}
         self._ops: list[str] = []
@@ -111,6 +114,22 @@ class Recorder(TorchFunctionMode):
         for t in tensors_in(value):
             key = id(t)
             self._strong[key] = ref(t, lambda _, key=key, table=self._strong: table.pop(key, None))
+
+    def tag(self, t: Tensor) -> mixing.Tag:
+        """The dimension along which the samples of `t` lie, "mixed", or None where it is not known."""
+        found = self._tags.get(id(t))
+        return found[1] if found is not None and found[0]() is t else None
+
+    def set_tag(self, value: Any, tag: mixing.Tag) -> None:
+        for t in tensors_in(value):
+            self._tags[id(t)] = (ref(t), tag)
+
+    def _follow(self, func: Callable, args: tuple, kwargs: dict, out: Any) -> None:
+        tagged = [(t, tag) for t in tensors_in((args, kwargs)) if (tag := self.tag(t)) is not None]
+        if tagged:
+            self.set_tag(out, mixing.follow(func, args, kwargs, out, tagged))
+            if func is torch.Tensor.__setitem__ and any(tag == "mixed" for _, tag in tagged):
+                self.set_tag(args[0], "mixed")
 
     def is_strong(self, t: Tensor) -> bool:
         found = self._strong.get(id(t))
@@ -171,7 +190,7 @@ class Recorder(TorchFunctionMode):
             elif self.is_strong(t) or (self.on_recompute is not None and t.requires_grad):
                 strong = True
         if func in _DERIVATIVES:
-            self._refuse_derivative(func, kwargs)
+            self._refuse_derivative(func, args, kwargs)
         if func is use_at:
             return self._use_at(*args)
         if func is bare:
@@ -182,7 +201,8 @@ class Recorder(TorchFunctionMode):
         if not carriers:
             return self._passed(func, args, kwargs, strong)
         pure = {id(t) for t, kind in carriers if kind == "pure"}
-        weak = not strong and any(id(t) not in pure and self.may_have_samples(t) for t in found)
+        impure = any(kind == "impure" for _, kind in carriers)
+        weak = not strong and (impure or any(id(t) not in pure and self.may_have_samples(t) for t in found))
         if func in _EXPANDING:
             weak = weak or not strong
         if not strong:
@@ -193,6 +213,7 @@ class Recorder(TorchFunctionMode):
         if out is not NotImplemented:
             if strong:
                 self.mark_strong(out)
+            self._follow(func, args, kwargs, out)
             return out
         out = self._passed(func, args, kwargs, strong)
         refused = [t for t, kind in carriers if kind == "pure"]
@@ -204,6 +225,12 @@ class Recorder(TorchFunctionMode):
 
     def _passed(self, func: Callable, args: tuple, kwargs: dict, strong: bool) -> Any:
         out = func(*args, **kwargs)
+        if func is torch.Tensor.__iter__:
+            out = list(out)
+            if strong:
+                self.mark_strong(out)
+            return iter(out)
+        self._follow(func, args, kwargs, out)
         if strong:
             self._ops.append(getattr(func, "__name__", ""))
             self.mark_strong(out)
@@ -247,19 +274,26 @@ class Recorder(TorchFunctionMode):
         if target is None or id(target) not in spread:
             return func(*new_args, **new_kwargs)
         # A carrier is changed in place: compute apart, then overwrite it.
-        return target.copy_(IN_PLACE[func](*new_args, **new_kwargs))
+        plain = IN_PLACE[func]
+        return NotImplemented if plain is None else target.copy_(plain(*new_args, **new_kwargs))
 
     def _expanded(self, t: Tensor, shape: torch.Size, strong: bool) -> Tensor:
         return self._record(torch.Tensor.expand, (t, tuple(shape)), {}, [t], strong)
 
     def _record(self, func: Callable, args: tuple, kwargs: dict, sources: list[Tensor], strong: bool) -> Tensor:
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
+            raise UnsupportedOp(
+                f"parameter {self.names_of(sources[0])[0]!r} is used inside vmap, grad or jvp at {call_site()}: call "
+                "the module on the whole batch instead"
+            )
         originals = {id(t): t for t in sources}
         seen, aliases, stable = {}, [], {}
         for key, t in originals.items():
             if strong and not self.attach and self.carrier(t) == "pure":
                 seen[key] = t.detach()
             else:
-                seen[key] = _same(t)
+                # A view is fine for a leaf, which no op may change, and lets sparse gradients through.
+                seen[key] = torch.ops.aten.alias(t) if key in self.parameters else _same(t)
                 aliases.append(seen[key])
             # A derived tensor may be changed in place later: keep it as it is derived now.
             stable[key] = t if key in self.parameters else _same(t)
@@ -269,7 +303,7 @@ class Recorder(TorchFunctionMode):
             out.requires_grad_()
         args, kwargs = _replace((args, kwargs), stable)
         use = self._use(func, args, kwargs, list(stable.values()), out, strong, aliases)
-        use.source_versions = tuple((t, t._version) for t in originals.values())
+        use.source_versions += tuple(_version(t) for t in originals.values())
         self._add(use)
         return _own_history(out)
 
@@ -291,8 +325,8 @@ class Recorder(TorchFunctionMode):
             ops_since=self.ops_so_far,
             aliases=tuple(aliases),
             samples=frozenset(id(t) for t in others if self.is_strong(t) or not strong),
-            versions=tuple((t, t._version) for t in others if not t.is_inference()),
-            source_versions=tuple((t, t._version) for t in sources),
+            versions=tuple(_version(t) for t in others if not isinstance(t, nn.Parameter)),
+            source_versions=tuple(_version(t) for t in tensors_in((args, kwargs)) if isinstance(t, nn.Parameter)),
             autocast=_autocast(tap.device.type),
         )
 
@@ -300,7 +334,7 @@ class Recorder(TorchFunctionMode):
         """A parameter as an op sees it whose use is recorded by `use_at` afterwards."""
         if not self.attach:
             return weight.detach()
-        alias = _same(weight)
+        alias = torch.ops.aten.alias(weight)
         self._loose[id(weight)] = alias
         return alias
 
@@ -309,6 +343,16 @@ class Recorder(TorchFunctionMode):
         if sources:
             aliases = [self._loose.pop(key) for key in sources if key in self._loose]
             self._add(self._use(op, args, {}, list(sources.values()), z, True, aliases))
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Active during a backward: what a checkpoint runs again must run as it did the first time."""
+        before, self.replaying = self.replaying, True
+        try:
+            with self:
+                yield
+        finally:
+            self.replaying = before
 
     def _add(self, use: Use) -> None:
         if use.strong:
@@ -342,8 +386,8 @@ class Recorder(TorchFunctionMode):
             f"eachgrad.rule({op})(eachgrad.via_vmap({op}))."
         )
 
-    def _refuse_derivative(self, func: Callable, kwargs: dict) -> None:
-        if kwargs.get("create_graph") or func is not torch.autograd.grad:
+    def _refuse_derivative(self, func: Callable, args: tuple, kwargs: dict) -> None:
+        if kwargs.get("create_graph") or any(args[4:5]) or func is not torch.autograd.grad:
             raise CaptureError(
                 f"{op_name(func)} at {call_site()} takes a derivative inside the record block, of which the loss may "
                 "depend: parameters are used in its backward, where they cannot be followed. Compute it outside the "
@@ -417,6 +461,10 @@ def _same(t: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view(t, t.shape)
 
 
+def _version(t: Tensor) -> tuple[Tensor, int]:
+    return t, 0 if t.is_inference() else t._version
+
+
 def _depends(out: Any, sources: list[Tensor]) -> bool:
     """Whether a gradient would flow from the output of an op to one of these tensors."""
     wanted = {node_of(t) for t in sources}
@@ -483,7 +531,7 @@ _PASSIVE = {
 _ATTRIBUTES = """
 shape dtype device layout is_cuda is_nested is_sparse is_quantized is_leaf grad_fn requires_grad ndim names grad is_meta
 is_mkldnn is_mps is_xpu itemsize nbytes output_nr _version is_cpu _backward_hooks
-""".split()  # noqa: SIM905
+""".split()
 _PASSIVE |= {getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(torch.Tensor, name)}
 _DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 _EXPANDING = {

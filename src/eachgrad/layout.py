@@ -198,7 +198,7 @@ def whole(g: Tensor) -> Layout:
     """The layout of a batch of one: everything belongs to sample 0."""
     if g.ndim == 0:
         return Scattered(torch.zeros((), dtype=torch.long, device=g.device))
-    if g.shape[0] == 1:
+    if g.shape[0] == 1 or not g.numel():
         return Along(0)
     return Along(0, Fold(torch.arange(g.shape[0], device=g.device)[None], "outer"))
 

@@ -29,23 +29,29 @@ State = Rows | str | None  # "summed", "mixed", "unknown", or None: not computed
 
 # Linear ops: a sum over samples stays one.
 _LINEAR = set(
-    "Add Sub Rsub Neg Sum Mean View UnsafeView Reshape ReshapeAlias Squeeze Unsqueeze Select Stack Cat ToCopy Alias Clone "
-    "Expand Unbind Slice Copy T Transpose Permute Detach".split()
+    """
+    Add Sub Rsub Neg Sum Mean View UnsafeView Reshape ReshapeAlias Squeeze Unsqueeze Select Stack Cat ToCopy Alias
+    Clone  Expand Unbind Slice Copy T Transpose Permute Detach
+    """.split()
 )
 _SCALED = {"Mul", "Div"}  # linear in one operand
 _ELEMENTWISE = _SCALED | set(
-    "Add Sub Rsub Neg ToCopy Alias Clone Copy Relu Sigmoid Tanh Exp Exp2 Expm1 Log Log2 Log10 Log1P Pow Sqrt Rsqrt Square "
-    "Abs Sin Cos Tan Asin Acos Atan Sinh Cosh Atan2 Softplus LogSigmoid Gelu Silu Mish Elu Celu Selu LeakyRelu Hardtanh "
-    "Hardsigmoid Hardswish Hardshrink Softshrink Threshold Clamp ClampMin ClampMax Where MaskedFill Reciprocal Erf Erfc "
-    "Erfinv Lgamma Digamma Maximum Minimum Fmax Fmin Lerp Xlogy Logaddexp Logaddexp2 Addcmul Addcdiv Fmod Remainder NanToNum "
-    "Real Imag Conj Angle Complex Polar Sgn Sign Floor Round Ceil Trunc Frac Dropout NativeDropout FusedDropout Prelu Rrelu "
-    "MseLoss L1Loss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits KlDiv SoftMarginLoss Logit "
-    "Hypot".split()
+    """
+    Add Sub Rsub Neg ToCopy Alias Clone Copy Relu Sigmoid Tanh Exp Exp2 Expm1 Log Log2 Log10 Log1P Pow Sqrt Rsqrt
+    Square  Abs Sin Cos Tan Asin Acos Atan Sinh Cosh Atan2 Softplus LogSigmoid Gelu Silu Mish Elu Celu Selu
+    LeakyRelu Hardtanh  Hardsigmoid Hardswish Hardshrink Softshrink Threshold Clamp ClampMin ClampMax Where
+    MaskedFill Reciprocal Erf Erfc  Erfinv Lgamma Digamma Maximum Minimum Fmax Fmin Lerp Xlogy Logaddexp Logaddexp2
+    Addcmul Addcdiv Fmod Remainder NanToNum  Real Imag Conj Angle Complex Polar Sgn Sign Floor Round Ceil Trunc Frac
+    Dropout NativeDropout FusedDropout Prelu Rrelu  MseLoss L1Loss SmoothL1Loss HuberLoss BinaryCrossEntropy
+    BinaryCrossEntropyWithLogits KlDiv SoftMarginLoss Logit  Hypot
+    """.split()
 )
 # Ops along the dimension, or dimensions, that they saved.
 _ALONG = set(
-    "Softmax LogSoftmax Logsumexp Cumsum Cumprod Logcumsumexp Sort Topk Kthvalue Mode Median Nanmedian Max Min Amax Amin Aminmax "
-    "Prod Std Var StdMean VarMean Norm LinalgVectorNorm Renorm Glu Diff".split()
+    """
+    Softmax LogSoftmax Logsumexp Cumsum Cumprod Logcumsumexp Sort Topk Kthvalue Mode Median Nanmedian Max Min Amax
+    Amin Aminmax  Prod Std Var StdMean VarMean Norm LinalgVectorNorm Renorm Glu Diff
+    """.split()
 )
 _VIEWS = {"View", "UnsafeView", "Reshape", "ReshapeAlias", "Squeeze", "Expand"}
 _MOVING = {

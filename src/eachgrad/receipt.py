@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from eachgrad.capture import Recorder, Use, graph_nodes
+from eachgrad.capture import Recorder, Use
 from eachgrad.errors import CaptureError
-from eachgrad.solve import Accepted, pulled_back
+from eachgrad.solve import Accepted, Passes, grads_untouched, pulled_back
 from eachgrad.uses import replay
 
 if TYPE_CHECKING:
@@ -85,6 +85,8 @@ class Record:
         """The sum over samples by PyTorch's own derivative of every recorded op."""
         found: dict[str, Tensor] = {}
         for item, wanted in self.accepted:
+            if not wanted:
+                continue
             out, leaves = replay(item.use)
             pulled = torch.autograd.grad(out, leaves, item.g.to(out.dtype), allow_unused=True)
             for source, value in zip(item.use.sources, pulled, strict=True):
@@ -138,13 +140,12 @@ def check_weighted_sum(
     names = [name for name in parameters if name not in exempt]
     if not names:
         return
-    if any(node.name() == "CheckpointFunctionBackward" for node in graph_nodes([loss.grad_fn])):
-        raise CaptureError(
-            "check=True takes an ordinary gradient, which a reentrant checkpoint does not allow: pass use_reentrant=False"
-        )
     # An op that ran in a lower precision than its parameter's has rounded in it.
     limit = max(TOLERANCE[use.tap.dtype] for use in recorder.uses)
-    theirs = torch.autograd.grad(loss, [parameters[n] for n in names], weights, allow_unused=True, retain_graph=True)
+    wanted = [parameters[n] for n in names]
+    with grads_untouched([*Passes(recorder, [loss]).leaves, *wanted]):
+        Passes(recorder, [loss]).stream([loss], [weights], lambda n, g: None)
+        theirs = [p.grad for p in wanted]
     scale = c if loss.ndim else torch.ones(B, device=loss.device, dtype=loss.dtype)
     floor = 1e-3 * max((_largest(_strided(t)) for t in theirs if t is not None), default=0.0)
     for name, value in zip(names, theirs, strict=True):

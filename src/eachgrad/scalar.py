@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from eachgrad import layout as lay
-from eachgrad.capture import graph_nodes, node_of, tensors_in
+from eachgrad.capture import Recorder, graph_nodes, node_of, tensors_in
 from eachgrad.errors import CaptureError
 from eachgrad.solve import Passes, Solved, marked, solved
 
@@ -189,29 +189,34 @@ def _misread(item: Solved, inputs: Sequence[Tensor], batch_dim: int, B: int) -> 
     )
 
 
-def check_order(solved: Sequence[Solved], inputs: Sequence[Tensor], batch_dim: int, B: int) -> None:
+def check_order(recorder: Recorder, solved: Sequence[Solved], inputs: Sequence[Tensor], batch_dim: int, B: int) -> None:
     """Raise if the loss of one sample is computed from the input of another, as far as this can be seen."""
     for item in solved:
         place = item.layout
-        along = isinstance(place, lay.Along) and place.dim == batch_dim and place.fold is not None
-        if along and place.fold.kind == "ragged" and _misread(item, inputs, batch_dim, B):
+        fold = place.fold if isinstance(place, lay.Along) and place.dim == batch_dim else None
+        irregular = isinstance(place, lay.Scattered) or (fold is not None and fold.kind == "ragged")
+        if irregular and _misread(item, inputs, batch_dim, B):
+            names = ", ".join(repr(n) for s in item.use.sources for n in recorder.names_of(s))
             raise CaptureError(
-                f"the loss of one sample depends on the input of another one, read by {item.use.name} at "
-                f"{item.use.where}: the model moves samples to other places along the batch (roll, sort, permutation)"
+                f"the loss of one sample depends on the input of another one, which is read with {names} by "
+                f"{item.use.name} at {item.use.where}: the model mixes the samples, or moves them to other places along "
+                "the batch (roll, sort, permutation)"
             )
 
 
 def _reads_as_it_lies(t: Tensor, leaf: Tensor, g: Tensor, place: lay.Layout, batch_dim: int, B: int) -> bool:
     """Whether the rows of `t`, if it is a view of the input `leaf`, belong to the samples that `place` says."""
-    if not isinstance(place, lay.Along) or place.dim >= min(t.ndim, g.ndim) or leaf.ndim <= batch_dim:
+    dim = place.dim if isinstance(place, lay.Along) else batch_dim
+    if dim >= min(t.ndim, g.ndim) or leaf.ndim <= batch_dim:
         return True
-    if t.shape[place.dim] != g.shape[place.dim]:  # not the dimension that the output has there
+    if t.shape[dim] != g.shape[dim]:  # not the dimension that the output has there
         return True
     same = t.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr()
     if not same or not leaf.is_contiguous() or leaf.shape[batch_dim] != B:
         return True
-    n = t.shape[place.dim]
-    offset = torch.arange(n).mul(t.stride(place.dim)).add(t.storage_offset() - leaf.storage_offset())
+    n = t.shape[dim]
+    offset = torch.arange(n).mul(t.stride(dim)).add(t.storage_offset() - leaf.storage_offset())
     sample = torch.div(offset, leaf.stride(batch_dim), rounding_mode="floor") % B
-    shape = torch.Size([n if d == place.dim else 1 for d in range(t.ndim)])
-    return bool((lay.owners(place, shape, t.device).flatten().cpu() == sample).all())
+    sample = sample.view([-1 if d == dim else 1 for d in range(g.ndim)]).to(g.device)
+    # A zero gradient lies anywhere.
+    return bool(((lay.owners(place, g.shape, g.device) == sample) | (g == 0)).all())

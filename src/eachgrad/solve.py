@@ -51,7 +51,7 @@ class Passes:
         if not taps:
             return []
         before = [(p.grad, p.grad._version if p.grad is not None else 0) for p in self.recorder.tensors]
-        with self._replaying():
+        with self.recorder.replay():
             gradients = _grad(roots, taps, weights, retain_graph=True, allow_unused=True)
         self._check_nothing_hidden(before)
         return list(gradients)
@@ -82,22 +82,12 @@ class Passes:
             watch(n, use)
         self.recorder.on_recompute = recomputed if self.reentrant else None
         try:
-            with self._replaying(), grads_untouched([use.tap for use in before if use.tap.is_leaf]):
+            with self.recorder.replay(), grads_untouched([use.tap for use in before if use.tap.is_leaf]):
                 _backward(roots, weights, retain_graph=True)
         finally:
             self.recorder.on_recompute = None
             for handle in handles:
                 handle.remove()
-
-    @contextmanager
-    def _replaying(self) -> Iterator[None]:
-        """What a checkpoint runs again must run as it did the first time."""
-        self.recorder.replaying = True
-        try:
-            with self.recorder:
-                yield
-        finally:
-            self.recorder.replaying = False
 
 
 @contextmanager
@@ -121,7 +111,7 @@ class Marked:
 
     def place(self, n: int, g: Tensor, certain: bool = True) -> lay.Layout | None:
         """Where the samples lie in the gradient of use `n`; None where they mix."""
-        if self.marks is None:
+        if self.marks is None or not g.numel():
             return lay.whole(g)
         found = [m for row in self.gradients if (m := row[n]) is not None]
         if len(found) < len(self.gradients):  # it came by a way on which no sample was marked
@@ -149,7 +139,7 @@ def marked(passes: Passes, roots: list[Tensor], weights: Callable[[lay.Marks, in
 def solved(recorder: Recorder, plain: Sequence[Tensor | None], evidence: Marked) -> list[Solved]:
     """Every use that has a gradient, with the place of its samples."""
     found = enumerate(zip(recorder.uses, plain, strict=True))
-    return [Solved(use, g, evidence.place(n, g, use.strong)) for n, (use, g) in found if g is not None and g.numel()]
+    return [Solved(use, g, evidence.place(n, g, use.strong)) for n, (use, g) in found if g is not None]
 
 
 Accepted = list[tuple[Solved, set[int]]]  # uses that count, each with the ids of the sources it counts for
@@ -193,7 +183,7 @@ def _accept(recorder: Recorder, uses: list[Solved]) -> list[tuple[Solved, set[in
         use = item.use
         if not use.strong and item.layout is None:
             continue
-        wanted = {id(s) for s in use.sources if _uncovered(recorder, s, settled)}
+        wanted = {id(s) for s in use.sources if item.g.numel() and _uncovered(recorder, s, settled)}
         if wanted and item.layout is None:
             _refuse_mixed(recorder, use)
         accepted.append((item, wanted))
@@ -266,16 +256,22 @@ def pulled_back(recorder: Recorder, source: Tensor, value: Tensor) -> dict[str, 
     """Gradients of a derived tensor, (n, *shape), as gradients of the parameters it was derived from."""
     reached = {id(v): v for node in graph_nodes([source.grad_fn]) if (v := getattr(node, "variable", None)) is not None}
     parameters = [v for key, v in reached.items() if key in recorder.parameters]
-    found = _batched_pull(source, parameters, value.to(source.dtype).reshape(-1, *source.shape))
+    with recorder.replay():
+        found = _batched_pull(source, parameters, value.to(source.dtype).reshape(-1, *source.shape))
     return {recorder.parameters[id(p)]: f for p, f in zip(parameters, found, strict=True) if f is not None}
 
 
 def _batched_pull(source: Tensor, parameters: list[Tensor], value: Tensor) -> list[Tensor | None]:
     options = {"retain_graph": True, "allow_unused": True}
     try:
-        return list(torch.autograd.grad(source, parameters, value, is_grads_batched=True, **options))
-    except RuntimeError:
+        return list(_grad(source, parameters, value, is_grads_batched=True, **options))
+    except RuntimeError as error:
+        if "second time" in str(error):
+            raise CaptureError(
+                "a weight is derived from parameters inside a reentrant checkpoint, whose graph is gone: pass "
+                "use_reentrant=False"
+            ) from error
         # An op in between cannot be batched: one sample at a time.
-        rows = [torch.autograd.grad(source, parameters, v, **options) for v in value]
+        rows = [_grad(source, parameters, v, **options) for v in value]
         columns = zip(*rows, strict=True)
         return [None if c[0] is None else torch.stack([t.to_dense() if t.is_sparse else t for t in c]) for c in columns]

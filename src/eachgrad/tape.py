@@ -59,6 +59,12 @@ class Tape:
             raise CaptureError("record inside another record: end the outer one first")
         if isinstance(self.model, torch.jit.ScriptModule):
             raise CaptureError("a scripted model hides its ops: record the nn.Module that it was made from")
+        for name, p in named_trainable(self.model).items():
+            if p._backward_hooks:
+                raise CaptureError(
+                    f"parameter {name!r} has a gradient hook, which per-sample gradients would not pass: remove it, and "
+                    "apply it to the answer"
+                )
         self._thread = threading.get_ident()
         self._hooks = [
             self.model.register_forward_pre_hook(self._entering, with_kwargs=True),
@@ -98,8 +104,8 @@ class Tape:
         plain = passes.run([losses], [torch.ones_like(losses)])
         evidence = marked(passes, [losses], lambda marks, k: [marks.weights(k, losses)], B)
         uses = solved(self.recorder, plain, evidence)
-        scalar.check_order(uses, self.inputs, self.batch_dim, B)
-        return self._answer(uses, losses, B)
+        scalar.check_order(self.recorder, uses, self.inputs, self.batch_dim, B)
+        return self._answer(uses, losses, [losses], B)
 
     def _scalar(self, loss: Tensor, reduction: str | None) -> PerSampleGrads:
         if reduction is None:
@@ -109,13 +115,15 @@ class Tape:
             raise CaptureError(
                 "the batch size is not known: pass record(model, batch_size=...), or one loss per sample"
             )
-        if len(self.disagreeing) > 1:
+        returned = [o for value in self.outputs for o in scalar.outputs_of(value, B, self.batch_dim)]
+        outputs = scalar.cut(loss, returned)
+        if len(self.disagreeing) > 1 and not all(
+            o.places and scalar.is_declared(o.places[0], self.batch_dim) for o in outputs
+        ):
             raise CaptureError(
                 f"the model's inputs have sizes {sorted(self.disagreeing)} along dimension {self.batch_dim}: pass "
                 "record(model, batch_size=...), or one loss per sample"
             )
-        returned = [o for value in self.outputs for o in scalar.outputs_of(value, B, self.batch_dim)]
-        outputs = scalar.cut(loss, returned)
         if not outputs:
             raise CaptureError(
                 "a loss that is one number is followed from the model's outputs, and it depends on none of them: call "
@@ -128,10 +136,13 @@ class Tape:
         plain = passes.run([loss], [torch.ones_like(loss)])
         uses = scalar.settle(passes, outputs, v, plain, self.inputs, B, self.batch_dim)
         scale = B if reduction == "mean" else 1
-        return self._answer([Solved(u.use, u.g * scale, u.layout) for u in uses], loss * scale, B)
+        return self._answer(
+            [Solved(u.use, u.g * scale, u.layout) for u in uses], loss * scale, [o.tensor for o in outputs], B
+        )
 
-    def _answer(self, uses: list[Solved], loss: Tensor, B: int) -> PerSampleGrads:
+    def _answer(self, uses: list[Solved], loss: Tensor, ends: list[Tensor], B: int) -> PerSampleGrads:
         accepted = accept(self.recorder, uses, [loss])
+        self.check_statistics(ends)
         blocks = blocks_of(self.recorder, accepted, B)
         parameters = named_trainable(self.model)
         guards = tuple(item.use for item, wanted in accepted if wanted)
@@ -140,6 +151,15 @@ class Tape:
         if self.check:
             check_weighted_sum(grads, loss, self.recorder, parameters)
         return grads
+
+    def check_statistics(self, tensors: list[Tensor]) -> None:
+        """Raise if one of these was computed with a statistic of the whole batch."""
+        if self.recorder.batch_size != 1 and any(self.recorder.tag(t) == "mixed" for t in tensors):
+            raise CaptureError(
+                "what the model computes for one sample depends on a statistic over the batch (a mean, a maximum or the "
+                f"like along dimension {self.batch_dim} of the input): it mixes the samples, even where it is detached. "
+                "Take statistics per sample, or use fixed ones."
+            )
 
     def _check_count(self, B: int) -> None:
         """Tokens are no samples: as many losses as the model's inputs have entries along some dimension."""
@@ -170,7 +190,10 @@ class Tape:
         # The tensor with most dimensions is of the batch for certain: the others may be masks or positions.
         fitting = [t for t, n in zip(batched, sizes, strict=True) if n == self.recorder.batch_size]
         if len({*sizes, self.recorder.batch_size}) == 1:
-            self.recorder.mark_strong(sorted(fitting, key=lambda t: -t.ndim)[:1])
+            main = sorted(fitting, key=lambda t: -t.ndim)[:1]
+            self.recorder.mark_strong(main)
+            if not packed:
+                self.recorder.set_tag(main, self.batch_dim)
         self.inputs.extend(leaves)
 
     def _leaving(self, module: nn.Module, args: tuple, output: Any) -> None:

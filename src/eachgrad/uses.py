@@ -21,7 +21,7 @@ from eachgrad.rules.registry import Arguments, NeedsLoop, Rule
 def blocks(use: Use, g: Tensor, layout: lay.Layout, B: int) -> tuple[Block, ...]:
     """A block of B gradients for each source of `use`; each has the shape of its source."""
     use.check_versions()
-    if use.op is not F.embedding:  # whose max_norm changes the table in place, call by call
+    if use.rule.reads_parameters:
         use.check_sources()
     try:
         found = _by_rule(use, g.detach(), layout, B)
@@ -149,6 +149,8 @@ def _by_loop(use: Use, g: Tensor, layout: lay.Layout, B: int) -> tuple[Block, ..
 
 def replay(use: Use) -> tuple[Tensor, list[Tensor]]:
     """The op once more, on its recorded arguments: its output, and the fresh leaves for its sources."""
+    if use.op is not torch.Tensor.expand:  # which reads no values
+        use.check_sources()
     leaves = {id(s): s.detach().clone().requires_grad_() for s in use.sources}
 
     def fresh(t: Any) -> Any:

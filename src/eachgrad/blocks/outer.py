@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from eachgrad.blocks.base import Block, Fold, accumulation_dtype, dots, squared_norms
+from eachgrad.blocks.base import Block, Fold, accumulation_dtype, dots, recomputed, squared_norms
 
 # Largest (chunk, p, d) buffer of the direct norm route, in elements: bounds its memory at 32 MiB in
 # float32 whatever B is. A choice of memory, not of speed.
@@ -26,6 +27,9 @@ class Outer(Block):
         left, right = self._factors()
         value = left.mT @ right
         return value if self.shape is None else value.reshape(len(value), *self.shape)
+
+    def take(self, index: Tensor) -> Outer:
+        return Outer(self.left[index], self.right[index], self.shape)
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -48,8 +52,13 @@ class Outer(Block):
             return squared_norms(left) * squared_norms(right)
         # Gram costs 2 T^2 (p + d) a sample, direct 2 T p d.
         if T * (p + d) < p * d:
-            return self._gram(self)
-        step = max(1, DIRECT_CHUNK // (p * d))
+            total, bound = self._gram(self)
+            return recomputed(total, bound, lambda index: self.take(index)._direct())
+        return self._direct()
+
+    def _direct(self) -> Tensor:
+        left, right = self._factors()
+        step = max(1, DIRECT_CHUNK // math.prod(self.matrix))
         parts = [squared_norms(a.mT @ b) for a, b in zip(left.split(step), right.split(step), strict=True)]
         return torch.cat(parts)
 
@@ -58,7 +67,7 @@ class Outer(Block):
             return super().dots(other)
         T, S, p, d = self.left.shape[1], other.left.shape[1], self.left.shape[2], self.right.shape[2]
         if T * S * (p + d) < (T + S) * p * d:
-            return self._gram(other)
+            return self._gram(other)[0]
         step = max(1, DIRECT_CHUNK // (p * d))
         factors = [t.split(step) for t in (*self._factors(), *other._factors())]
         return torch.cat([dots(a.mT @ b, c.mT @ e) for a, b, c, e in zip(*factors, strict=True)])
@@ -72,11 +81,12 @@ class Outer(Block):
         dtype = torch.promote_types(self.left.dtype, self.right.dtype)
         return self.left.to(dtype), self.right.to(dtype)
 
-    def _gram(self, other: Outer) -> Tensor:
+    def _gram(self, other: Outer) -> tuple[Tensor, Tensor]:
+        """The inner products, and the size of the terms that they are sums of."""
         # Never below float32: in bfloat16 this sum was wrong by up to 7% where gradients cancel over T.
         dtype = accumulation_dtype(torch.promote_types(self.left.dtype, self.right.dtype))
         left = self.left.to(dtype) @ other.left.to(dtype).mH
         right = self.right.to(dtype) @ other.right.to(dtype).mH
-        product = (left * right).sum((1, 2))
+        product = left * right
         product = product.real if product.is_complex() else product
-        return product.clamp(min=0) if self is other else product
+        return product.sum((1, 2)), product.abs().sum((1, 2))

@@ -53,6 +53,9 @@ class Patches(Block):
     def fold(self, fold: Fold) -> Patches:
         return Patches(fold.join(self.x).flatten(1, 2), fold.join(self.g).flatten(1, 2), self.geometry)
 
+    def take(self, index: Tensor) -> Patches:
+        return Patches(self.x[index], self.g[index], self.geometry)
+
     def weighted_sum(self, c: Tensor) -> Tensor:
         # The sum over samples is a sum over positions as well: one sample with B m maps.
         g = self.g * c.to(self.g.dtype).view(-1, *[1] * (self.g.ndim - 1))

@@ -29,6 +29,9 @@ class Rows(Block):
         index = fold.join(self.index + 1).flatten(1, 2) - 1
         return replace(self, index=index, value=fold.join(self.value).flatten(1, 2))
 
+    def take(self, index: Tensor) -> Rows:
+        return replace(self, index=self.index[index], value=self.value[index])
+
     def weighted_sum(self, c: Tensor) -> Tensor:
         value = self._values() * c.to(self.value.dtype)[:, None, None]
         out = value.new_zeros(self.size, value.shape[-1])

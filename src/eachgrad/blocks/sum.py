@@ -9,7 +9,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from eachgrad.blocks.base import Block, Dense, Fold
+from eachgrad.blocks.base import Block, Dense, Fold, recomputed, squared_norms
 from eachgrad.blocks.outer import Outer
 from eachgrad.blocks.rows import Rows
 
@@ -26,17 +26,20 @@ class Sum(Block):
     def fold(self, fold: Fold) -> Sum:
         return Sum(tuple(part.fold(fold) for part in self.parts))
 
+    def take(self, index: Tensor) -> Sum:
+        return Sum(tuple(part.take(index) for part in self.parts))
+
     def weighted_sum(self, c: Tensor) -> Tensor:
         return reduce(torch.add, (part.weighted_sum(c) for part in self.parts))
 
     def squared_norms(self) -> Tensor:
-        total = reduce(torch.add, (part.squared_norms() for part in self.parts))
+        total = bound = reduce(torch.add, (part.squared_norms() for part in self.parts))
         # Rows know how to meet the others without a dense table.
         parts = sorted(self.parts, key=lambda part: not isinstance(part, Rows))
         for k, part in enumerate(parts):
             for other in parts[k + 1 :]:
                 total = total + 2 * part.dots(other)
-        return total.clamp(min=0)
+        return recomputed(total, bound, lambda index: squared_norms(self.take(index).dense()))
 
 
 def add(blocks: Iterable[Block]) -> Block:

@@ -93,7 +93,7 @@ for _owner, _names in ((torch, _NAMES), (torch.Tensor, [*_NAMES, *_OPERATORS.spl
 BROADCAST.update(IN_PLACE)
 
 
-@rule(torch.Tensor.expand)
+@rule(torch.Tensor.expand, values=False)
 def _expand(g: Tensor, input: Tensor, *sizes: int, batch_dim: int) -> dict[str, Block]:
     lead = g.ndim - input.ndim
     own = batch_dim - lead
@@ -137,8 +137,14 @@ def _prelu(input: Tensor, weight: Tensor) -> Tensor:
 
 @composite(torch.masked_fill, torch.Tensor.masked_fill)
 def _masked_fill(input: Tensor, mask: Tensor, value: Tensor | float) -> Tensor:
-    value = value.to(input.dtype) if isinstance(value, Tensor) else torch.tensor(value).to(input)
-    return torch.where(mask, value, input)
+    if not isinstance(value, Tensor):
+        value = torch.tensor(value, dtype=input.dtype, device=input.device)
+    return torch.where(mask, value.to(input.dtype), input)
+
+
+@composite(torch.Tensor.masked_fill_)
+def _masked_fill_in_place(input: Tensor, mask: Tensor, value: Tensor | float) -> Tensor:
+    return input.copy_(_masked_fill(input.clone(), mask, value))
 
 
 @composite(torch.max, torch.Tensor.max)

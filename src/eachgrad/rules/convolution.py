@@ -34,7 +34,7 @@ def geometry(weight: Tensor, stride: Size, padding: Size | str, dilation: Size, 
     return Geometry(kernel, _tuple(stride, n), pads, spread, groups)
 
 
-@rule(F.conv1d, F.conv2d, F.conv3d)
+@rule(F.conv1d, F.conv2d, F.conv3d, values=False)
 def _convolution(
     g: Tensor,
     input: Tensor,
@@ -52,7 +52,7 @@ def _convolution(
     return {"weight": Patches(x, g.unsqueeze(1), where), "bias": Dense(g.flatten(2).sum(2))}
 
 
-@rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+@rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, values=False)
 def _transposed_convolution(
     g: Tensor,
     input: Tensor,

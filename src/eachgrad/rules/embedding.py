@@ -16,7 +16,7 @@ def _as_many_as_ids(g: Tensor, arguments: Arguments) -> int:
     return arguments["input"].ndim
 
 
-@rule(F.embedding, lead=_as_many_as_ids)
+@rule(F.embedding, lead=_as_many_as_ids, values=False)
 def _embedding(
     g: Tensor,
     input: Tensor,

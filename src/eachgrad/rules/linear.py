@@ -24,7 +24,7 @@ def all_but_last(g: Tensor, arguments: Arguments) -> int:
     return g.ndim - 1
 
 
-@rule(F.linear, lead=all_but_last)
+@rule(F.linear, lead=all_but_last, values=False)
 def _linear(g: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict[str, Block]:
     g, x = positions(g), positions(input.to(g.dtype)).conj()
     if weight.ndim == 1:  # one output, which has no dimension of its own
@@ -32,7 +32,7 @@ def _linear(g: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None
     return {"weight": Outer(g, x), "bias": Dense(g.sum(1))}
 
 
-@rule(torch.addmm, torch.Tensor.addmm, samples=("mat1",))
+@rule(torch.addmm, torch.Tensor.addmm, samples=("mat1",), values=False)
 def _addmm(
     g: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> dict[str, Block]:
@@ -42,7 +42,7 @@ def _addmm(
     return {"input": Dense(g * beta), "mat2": Outer(x.unsqueeze(1), g.unsqueeze(1))}
 
 
-@rule(F.bilinear, samples=("input1", "input2"), lead=all_but_last)
+@rule(F.bilinear, samples=("input1", "input2"), lead=all_but_last, values=False)
 def _bilinear(
     g: Tensor, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> dict[str, Block]:
@@ -53,7 +53,7 @@ def _bilinear(
 
 @rule(
     torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm, torch.bmm,
-    torch.Tensor.bmm, torch.mv, torch.Tensor.mv, torch.linalg.matmul,
+    torch.Tensor.bmm, torch.mv, torch.Tensor.mv, torch.linalg.matmul, values=False,
 )  # fmt: skip
 def _matmul(g: Tensor, input: Tensor, other: Tensor, *, batch_dim: int) -> dict[str, Block]:
     left, right, out = _matmul_letters(input.ndim, other.ndim)
@@ -74,7 +74,7 @@ def _matmul_letters(a: int, b: int) -> tuple[str, str, str]:
     return left, right, batch + ("x" if a > 1 else "") + ("z" if b > 1 else "")
 
 
-@rule(torch.einsum)
+@rule(torch.einsum, values=False)
 def _einsum(g: Tensor, equation: str, *operands: Tensor, batch_dim: int) -> dict[str, Block]:
     subscripts, _, out = equation.replace(" ", "").partition("->")
     letters = subscripts.split(",")

@@ -26,7 +26,7 @@ def _over_channels(value: Tensor) -> Dense:
     return Dense(value.flatten(2).sum(2) if value.ndim > 2 else value)
 
 
-@rule(F.layer_norm, torch.layer_norm, lead=_all_but_normalised)
+@rule(F.layer_norm, torch.layer_norm, lead=_all_but_normalised, values=False)
 def _layer_norm(
     g: Tensor,
     input: Tensor,
@@ -43,7 +43,7 @@ def _layer_norm(
     }
 
 
-@rule(F.rms_norm, torch.rms_norm, lead=_all_but_normalised)
+@rule(F.rms_norm, torch.rms_norm, lead=_all_but_normalised, values=False)
 def _rms_norm(
     g: Tensor,
     input: Tensor,
@@ -55,7 +55,7 @@ def _rms_norm(
     return {"weight": _over_positions(g * normal, normalized_shape)}
 
 
-@rule(F.group_norm, torch.group_norm)
+@rule(F.group_norm, torch.group_norm, values=False)
 def _group_norm(
     g: Tensor,
     input: Tensor,
@@ -69,7 +69,7 @@ def _group_norm(
     return {"weight": _over_channels(g * normal), "bias": _over_channels(g)}
 
 
-@rule(F.instance_norm)
+@rule(F.instance_norm, values=False)
 def _instance_norm(
     g: Tensor,
     input: Tensor,
@@ -88,7 +88,7 @@ def _instance_norm(
     return {"weight": _over_channels(g * normal), "bias": _over_channels(g)}
 
 
-@rule(F.batch_norm)
+@rule(F.batch_norm, values=False)
 def _batch_norm(
     g: Tensor,
     input: Tensor,

@@ -26,6 +26,7 @@ class Rule:
     function: RuleFunction
     samples: tuple[str, ...]
     lead: Lead
+    values: bool = True
 
     @cached_property
     def signature(self) -> inspect.Signature:
@@ -38,6 +39,11 @@ class Rule:
     @property
     def is_dense(self) -> bool:
         return isinstance(self.function, ViaVmap)
+
+    @property
+    def reads_parameters(self) -> bool:
+        """Whether the values of the parameters may matter, and not their shapes alone."""
+        return self.is_dense or self.values
 
     def bind(self, args: tuple, kwargs: dict) -> Arguments:
         """The call's arguments by name, defaults filled in."""
@@ -70,7 +76,7 @@ def _first_dimension(g: Tensor, arguments: Arguments) -> int:
 
 
 def rule(
-    *ops: Callable, samples: tuple[str, ...] = ("input",), lead: Lead = _first_dimension
+    *ops: Callable, samples: tuple[str, ...] = ("input",), lead: Lead = _first_dimension, values: bool = True
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Register `f(g, *arguments of the op) -> {argument name: Block}` for each of `ops`.
 
@@ -79,12 +85,13 @@ def rule(
     dimensions of the output the op treats index by index (default 1): within those the samples may lie
     along any dimension, or be folded with others, and are brought to the front before the rule is
     called. A rule with a keyword `batch_dim` gets everything as it was, and the dimension of `g` along
-    which the samples lie. Any other layout is answered as well, exactly, by a loop over samples.
+    which the samples lie. `values=False` says that the rule reads no parameter's values, so that they may
+    change between the forward and the query. Any other layout is answered as well, exactly, by a loop over samples.
     """
 
     def register(function: RuleFunction) -> RuleFunction:
         for op in ops:
-            RULES[as_called(op)] = Rule(function, samples, lead)
+            RULES[as_called(op)] = Rule(function, samples, lead, values)
         return function
 
     return register
