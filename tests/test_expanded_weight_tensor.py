@@ -286,9 +286,7 @@ def test_a_user_adds_an_op() -> None:
 
         @staticmethod
         def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-            ew.set_grad_sample_if_exists(
-                ctx.weight, lambda w: ew.sum_over_all_but_batch_and_last_n(g * ctx.x, w.ndim)
-            )
+            ew.set_grad_sample_if_exists(ctx.weight, lambda w: ew.sum_over_all_but_batch_and_last_n(g * ctx.x, w.ndim))
             return None, None, g * ew.unpack_expanded_weight_or_tensor(ctx.weight), None
 
     try:
@@ -419,3 +417,30 @@ def test_helpers() -> None:
         ew.set_grad_sample_if_exists(bias, lambda w: torch.ones(5, 5))
     with pytest.raises(RuntimeError, match="does not support a mixture"):
         ew.set_grad_sample_if_exists(weight.orig_weight, lambda w: w)
+
+
+def test_a_registered_function_serves_call_for_per_sample_grads():
+    @ew.implements_per_sample_grads(torch.outer)
+    class OuterPerSampleGrad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, kwarg_names, function, *flat):
+            args, kwargs = ew.standard_kwargs(kwarg_names, flat)
+            ctx.input, ctx.weight = args[0], args[1]
+            return ew.forward_helper(function, args, kwargs)
+
+        @staticmethod
+        def backward(ctx, g):
+            ew.set_grad_sample_if_exists(ctx.weight, lambda _: g * ctx.input[:, None])
+            return None, None, g @ ctx.weight.orig_weight, None
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(3, dtype=torch.float64))
+
+        def forward(self, x):
+            return torch.outer(x, self.weight)
+
+    model, x = Model(), torch.randn(4, dtype=torch.float64)
+    ew.call_for_per_sample_grads(model)(x).pow(2).sum().backward()
+    torch.testing.assert_close(model.weight.grad_sample, 2 * x[:, None].square() * model.weight.detach())

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves
+
+from eachgrad.blocks import Block, Dense
+from eachgrad.rules import RULES, rule
+from eachgrad.rules.registry import DenseRule
 
 FunctionClass = TypeVar("FunctionClass", bound=type[torch.autograd.Function])
 Decomposition = Callable[..., tuple[Tensor, ...]]
@@ -37,9 +42,34 @@ def implements_per_sample_grads(torch_function: Callable) -> Callable[[FunctionC
 
     def register(function: FunctionClass) -> FunctionClass:
         HANDLED_FUNCTIONS[torch_function] = function
+        if torch_function not in RULES:  # a rule of the engine's own is the better one
+            rule(torch_function)(_ByFunction(torch_function, function))  # type: ignore[arg-type]
         return function
 
     return register
+
+
+@dataclass(frozen=True)
+class _ByFunction(DenseRule):
+    """The engine's rule for an op that was given an autograd.Function here."""
+
+    op: Callable
+    function: type[torch.autograd.Function]
+
+    def __call__(
+        self, g: Tensor, args: tuple, kwargs: dict, sources: tuple[Tensor, ...], samples: frozenset[int]
+    ) -> tuple[Block, ...]:
+        leaves = {id(s): s.detach().clone().requires_grad_() for s in sources}
+        expanded = {key: ExpandedWeight(leaf, len(g), "sum") for key, leaf in leaves.items()}
+
+        def seen(value: Any) -> Any:
+            return expanded.get(id(value), value.detach()) if isinstance(value, Tensor) else value
+
+        with torch.enable_grad():
+            values = (*map(seen, args), *map(seen, kwargs.values()))
+            out = self.function.apply(tuple(kwargs), self.op, *values)
+            torch.autograd.backward(out, g)
+        return tuple(Dense(leaf.grad_sample) for leaf in leaves.values())  # type: ignore[attr-defined]
 
 
 class ExpandedWeight(torch.Tensor):

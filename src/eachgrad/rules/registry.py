@@ -38,7 +38,7 @@ class Rule:
 
     @property
     def is_dense(self) -> bool:
-        return isinstance(self.function, ViaVmap)
+        return isinstance(self.function, DenseRule)
 
     @property
     def reads_parameters(self) -> bool:
@@ -107,8 +107,17 @@ def composite(*ops: Callable) -> Callable[[Callable], Callable]:
     return register
 
 
+class DenseRule:
+    """A rule that is given the call as it was, and answers with one block per source."""
+
+    def __call__(
+        self, g: Tensor, args: tuple, kwargs: dict, sources: tuple[Tensor, ...], samples: frozenset[int]
+    ) -> tuple[Block, ...]:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class ViaVmap:
+class ViaVmap(DenseRule):
     """The derivative of any op, batched over dimension 0 of its output: a dense rule."""
 
     op: Callable
