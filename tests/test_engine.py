@@ -549,11 +549,11 @@ def test_a_nan_sample_stays_alone_beside_a_position_table(positions):
     [lambda m, x: torch.cdist(x, m.w), lambda m, x: torch.einsum("...d,pd->...p", x, m.w)],
     ids=["cdist", "einsum"],
 )
-def test_a_nan_sample_stays_alone_in_the_loop(body):
+def test_a_nan_sample_in_the_loop_is_refused(body):
     model, x = Net(body, w=torch.randn(2, d)), torch.randn(B, T, d)
     x[1] = torch.nan
-    finite = torch.tensor([True, False, True, True])
-    assert torch.equal(per_sample(model, x).norms().isfinite(), finite)
+    with pytest.raises(CaptureError, match="a sample is not finite"):
+        per_sample(model, x)
 
 
 def test_a_nan_sample_in_another_order_stays_alone_or_is_refused():
@@ -1151,6 +1151,8 @@ ELSEWHERE = {
     "returned time first": lambda m, x: m.fc(x).tanh().transpose(0, 1),
     "channels first": lambda m, x: m.fc(x).permute(2, 0, 1),
     "positions added": lambda m, x: (m.fc(x) + m.w).transpose(0, 1),
+    "positions only": lambda m, x: (x.mean(-1, keepdim=True) + m.w).tanh().transpose(0, 1),
+    "copied first": lambda m, x: m.fc((x * 1).transpose(0, 1).contiguous()).tanh(),
 }
 
 
@@ -1180,6 +1182,7 @@ MIXING = {
     "median": lambda out: out.median(0)[0].sum(),
     "pdist": lambda out: F.pdist(out, 1).sum(),
     "flipped": lambda out: (out - out.flip(0)).abs().sum(),
+    "shifted": lambda out: (out - torch.cat([out[1:], out[:1]])).abs().sum(),
     "ranking": lambda out: F.relu(1 - out[: B // 2] + out[B // 2 :]).sum(),
 }
 

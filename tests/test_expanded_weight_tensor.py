@@ -420,7 +420,7 @@ def test_helpers() -> None:
 
 
 def test_a_registered_function_serves_call_for_per_sample_grads():
-    @ew.implements_per_sample_grads(torch.outer)
+    @ew.implements_per_sample_grads(torch.ger)
     class OuterPerSampleGrad(torch.autograd.Function):
         @staticmethod
         def forward(ctx, kwarg_names, function, *flat):
@@ -439,7 +439,7 @@ def test_a_registered_function_serves_call_for_per_sample_grads():
             self.weight = torch.nn.Parameter(torch.randn(3, dtype=torch.float64))
 
         def forward(self, x):
-            return torch.outer(x, self.weight)
+            return torch.ger(x, self.weight)
 
     model, x = Model(), torch.randn(4, dtype=torch.float64)
     ew.call_for_per_sample_grads(model)(x).pow(2).sum().backward()

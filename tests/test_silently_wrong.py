@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from oracle import assert_same
-from oracle import loop as loop_over
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
@@ -11,6 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 import eachgrad
 from eachgrad import CaptureError, call_for_per_sample_grads
+from oracle import assert_same
+from oracle import loop as loop_over
 
 B, T, D = 4, 4, 3  # T == B on purpose
 

@@ -97,6 +97,7 @@ class Recorder(TorchFunctionMode):
         self.batch_size = batch_size
         self.attach = attach  # keep strong uses attached too, so that a plain gradient can be taken
         self.uses: list[Use] = []
+        self.paused = False  # let everything pass: the library itself is at work
         self.replaying = False  # a checkpoint runs its forward again: do the same, record nothing
         self.on_recompute: Callable[[Use], None] | None = None  # a reentrant one: hand each use over
         self.alias_nodes: dict[Node, Use] = {}
@@ -175,7 +176,7 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.OpOverloadPacket):
             func = as_called(func)
-        found = tensors_in((args, kwargs))
+        found = [] if self.paused else tensors_in((args, kwargs))
         if not found or func in _PASSIVE:
             return func(*args, **kwargs)
         if not torch.is_grad_enabled():
@@ -240,6 +241,9 @@ class Recorder(TorchFunctionMode):
 
     def _met(self, func: Callable, args: tuple, kwargs: dict, sources: list[Tensor], strong: bool) -> Any:
         """The op's result with its uses recorded, or NotImplemented where nothing is known about it."""
+        changed = args[0] if func in IN_PLACE or func is torch.Tensor.masked_fill_ else None
+        if not strong and any(changed is t for t in sources):
+            return NotImplemented  # a carrier that is changed in place by constants, most likely
         if func in COMPOSITES:
             with self:
                 out = COMPOSITES[func](*args, **kwargs)

@@ -183,7 +183,12 @@ def _mixes(solved: Sequence[Solved]) -> bool:
 
 def _misread(item: Solved, inputs: Sequence[Tensor], batch_dim: int, B: int) -> bool:
     read = [t for t in item.use.args[:1] if isinstance(t, Tensor)]
-    place = item.layout
+    place, rule = item.layout, item.use.rule
+    if isinstance(place, lay.Along) and not rule.is_dense and not rule.takes_batch_dim:
+        lead = rule.lead(item.g, rule.bind(item.use.args, item.use.kwargs))
+        whole = any(_same_storage(t, leaf) and t.numel() >= leaf.numel() for t in read for leaf in inputs)
+        if whole and place.dim >= lead and B > 1:  # every sample of the input would be in every sample of the output
+            return True
     return place is not None and not all(
         _reads_as_it_lies(t, leaf, item.g, place, batch_dim, B) for t in read for leaf in inputs
     )
@@ -204,6 +209,10 @@ def check_order(recorder: Recorder, solved: Sequence[Solved], inputs: Sequence[T
             )
 
 
+def _same_storage(t: Tensor, leaf: Tensor) -> bool:
+    return t.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr()
+
+
 def _reads_as_it_lies(t: Tensor, leaf: Tensor, g: Tensor, place: lay.Layout, batch_dim: int, B: int) -> bool:
     """Whether the rows of `t`, if it is a view of the input `leaf`, belong to the samples that `place` says."""
     dim = place.dim if isinstance(place, lay.Along) else batch_dim
@@ -211,8 +220,7 @@ def _reads_as_it_lies(t: Tensor, leaf: Tensor, g: Tensor, place: lay.Layout, bat
         return True
     if t.shape[dim] != g.shape[dim]:  # not the dimension that the output has there
         return True
-    same = t.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr()
-    if not same or not leaf.is_contiguous() or leaf.shape[batch_dim] != B:
+    if not _same_storage(t, leaf) or not leaf.is_contiguous() or leaf.shape[batch_dim] != B:
         return True
     n = t.shape[dim]
     offset = torch.arange(n).mul(t.stride(dim)).add(t.storage_offset() - leaf.storage_offset())

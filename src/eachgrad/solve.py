@@ -70,7 +70,14 @@ class Passes:
         before, again, handles = self.recorder.uses[: self.recorded], [], []
 
         def watch(n: int, use: Use) -> None:
-            handles.append(use.tap.register_hook(lambda g: arrived(n, g) and None))
+            handles.append(use.tap.register_hook(lambda g: hand_over(n, g)))
+
+        def hand_over(n: int, g: Tensor) -> None:
+            self.recorder.paused = True
+            try:
+                arrived(n, g)
+            finally:
+                self.recorder.paused = False
 
         def recomputed(use: Use) -> None:
             again.append(use)

@@ -110,6 +110,8 @@ class Tape:
     def _scalar(self, loss: Tensor, reduction: str | None) -> PerSampleGrads:
         if reduction is None:
             raise ValueError('a loss that is one number needs loss_reduction="sum" or "mean"')
+        if reduction not in ("sum", "mean"):
+            raise ValueError(f'loss_reduction is "sum" or "mean", not {reduction!r}')
         B = self.recorder.batch_size
         if B is None:
             raise CaptureError(

@@ -7,6 +7,7 @@ the inputs of W_ih are x, those of W_hh the hidden states one step earlier.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,8 @@ def bare(weight: Tensor) -> Tensor:
 
 def gru_hidden(input: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor) -> Tensor:
     """What a GRU's hidden state adds to its gates; the candidate's share passes the reset gate."""
-    hidden = F.linear(input, weight, bias)
+    bias = bias if bias is None else bias.to(z.dtype)
+    hidden = F.linear(input.to(z.dtype), weight.to(z.dtype), bias)
     H = input.shape[-1]
     reset = torch.sigmoid(z[..., :H] + hidden[..., :H]).detach()
     return torch.cat([hidden[..., : 2 * H], hidden[..., 2 * H :] * reset], -1)
@@ -52,7 +54,8 @@ def gru_hidden(input: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor) ->
 @rule(gru_hidden, samples=("input", "z"), lead=all_but_last)
 def _gru_hidden(g: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor) -> dict[str, Block]:
     H = input.shape[-1]
-    reset = torch.sigmoid(z[..., :H] + F.linear(input, weight, bias)[..., :H])
+    hidden = F.linear(input.to(z.dtype), weight[:H].to(z.dtype), None if bias is None else bias[:H].to(z.dtype))
+    reset = torch.sigmoid(z[..., :H] + hidden).to(g.dtype)
     g = positions(torch.cat([g[..., : 2 * H], g[..., 2 * H :] * reset], -1))
     return {"weight": Outer(g, positions(input.to(g.dtype))), "bias": Dense(g.sum(1))}
 
@@ -110,7 +113,9 @@ class _Layer:
     def _fused(
         self, z: Tensor, w_hh: Tensor, b_hh: Tensor | None, state: tuple[Tensor, ...], steps: _Steps
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), warnings.catch_warnings():
+            # cuDNN packs the identity and the weights together at every call: known, and small.
+            warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous")
             eye = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
             weights = [eye, w_hh.to(z.dtype)]
             biases = b_hh is not None
