@@ -104,8 +104,16 @@ def test_query(case: Case, query: Callable[..., None]):
     query(answer(case), truth(case), case.tolerance)
 
 
+# The ordinary gradient takes the graph of the derived weight with it.
+NOT_CHECKED = {"derived weight inside a checkpoint, reentrant"}
+
+
 @each_case
 def test_checked(case: Case):
+    if case.name in NOT_CHECKED:
+        with pytest.raises(eachgrad.CaptureError, match="use_reentrant=False"):
+            answer(case, check=True)
+        return
     assert_same(answer(case, check=True).dense(), truth(case), case.tolerance)
 
 
@@ -125,7 +133,7 @@ def test_float32(case: Case):
 # Where one number is refused although a loss per sample is answered: nothing tells the samples apart.
 NEEDS_LOSSES = {
     "submodules called, never the model", "micro-batches in one recording", "several views of each sample",
-    "one loss at a time, with a penalty",
+    "one loss at a time, with a penalty", "an ensemble by vmap",
 }  # fmt: skip
 
 

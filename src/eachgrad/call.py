@@ -22,8 +22,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from eachgrad import layout as lay
 from eachgrad import lossgraph, scalar
 from eachgrad.blocks import Block
-from eachgrad.capture import graph_nodes, named_trainable
 from eachgrad.errors import CaptureError
+from eachgrad.graph import graph_nodes, named_trainable
 from eachgrad.solve import Passes, Solved, accept, blocks_of, grads_untouched, marked
 from eachgrad.tape import Tape, place_state
 
@@ -108,6 +108,7 @@ def _call(module: nn.Module, args: tuple, kwargs: dict, B: int, batch_dim: int, 
     _check_outputs(outputs, output, B, batch_dim)
     if not outputs:
         return output
+    tape.check_places(outputs)
     call = _Call(tape, outputs, list(inner.values()), B, batch_dim, reduction)
     # The sentinel is asked for by a full backward alone, an alias of a parameter only by name.
     sentinel = torch.zeros((), requires_grad=True)
@@ -215,7 +216,7 @@ class _Call:
         if not full:
             return list(torch.autograd.grad(tensors, self.inputs, v, retain_graph=True, allow_unused=True))
         passes = Passes(self.tape.recorder, tensors)
-        with grads_untouched([*self.inputs, *self.tape.recorder.tensors]):
+        with grads_untouched([*self.inputs, *self.tape.recorder.leaves]):
             held = self._stream(passes, tensors, v)
             grads = [t.grad for t in self.inputs]
         if held is None:

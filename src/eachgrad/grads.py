@@ -13,8 +13,8 @@ from eachgrad.blocks import Block
 from eachgrad.blocks.base import real_dtype
 
 if TYPE_CHECKING:
-    from eachgrad.capture import Use
     from eachgrad.receipt import Receipt, Record
+    from eachgrad.use import Use
 
 
 @dataclass(frozen=True)

@@ -109,8 +109,10 @@ class _Reading:
             return "summed" if linear and set(below) == {"summed"} else "mixed"
         if "unknown" in below:
             return "unknown"
+        if name in ("Cat", "Stack"):
+            return self._joined(node, name, below)
         if len(set(below)) > 1:  # samples in different places, or in another order, meet
-            return "unknown" if name in ("Cat", "Stack") else "mixed"
+            return "mixed"
         found = self._rows(node, name, below)
         if found == "unknown":
             self.unknown.add(name)
@@ -152,6 +154,20 @@ class _Reading:
             shape = getattr(node, "_saved_normalized_shape", None)
             return "mixed" if shape is not None and len(shape) == len(out) else rows
         return self._permuted(node, name, rows, out)
+
+    def _joined(self, node: Node, name: str, below: list[Rows]) -> State:
+        """Tensors put side by side: in a new order if that is along the samples."""
+        if len({rows.dim for rows in below}) > 1:
+            return "unknown"
+        rows, rank = below[0], len(node._input_metadata[0].shape)
+        at = _signed(node._saved_dim) % rank
+        if name == "Stack":
+            dim = rows.dim + (at <= rows.dim)
+        elif at == rows.dim:
+            return Rows(at, node)
+        else:
+            dim = rows.dim
+        return Rows(dim, rows.order) if len(set(below)) == 1 else "mixed"
 
     def _permuted(self, node: Node, name: str, rows: Rows, out: tuple[int, ...]) -> State:
         rank = len(out)

@@ -39,6 +39,7 @@ _BINARY = set(
     __pow__ copy_
     """.split()
 )
+_TURNS = {"transpose", "swapaxes", "swapdims", "t", "permute", "unsqueeze"}
 _SHAPES = {"view", "reshape", "flatten", "view_as", "reshape_as", "unflatten"}
 
 
@@ -61,8 +62,26 @@ def follow(func: Callable, args: tuple, kwargs: dict, out: Any, tagged: Sequence
     if name in _BINARY:
         from_right = {s.ndim - k for s, k in tagged if isinstance(k, int)}
         return first.ndim - from_right.pop() if len(from_right) == 1 else None
+    if name in _TURNS:
+        return _turned(name, args, kwargs, t, dim)
     if name in _SHAPES and dim == 0 and first.ndim and first.shape[0] == t.shape[0]:
         return 0
+    return None
+
+
+def _turned(name: str, args: tuple, kwargs: dict, t: Tensor, dim: int) -> Tag:
+    """The same dimension after some have changed places."""
+    rank = t.ndim
+    if name in ("transpose", "swapaxes", "swapdims") and len(args) == 3:
+        a, b = args[1] % rank, args[2] % rank
+        return {a: b, b: a}.get(dim, dim)
+    if name == "t" and rank == 2:
+        return 1 - dim
+    if name == "permute" and not kwargs:
+        order = args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
+        return [d % rank for d in order].index(dim)
+    if name == "unsqueeze" and len(args) == 2:
+        return dim + (args[1] % (rank + 1) <= dim)
     return None
 
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from eachgrad.capture import Recorder, Use
+from eachgrad.capture import Recorder
 from eachgrad.errors import CaptureError
 from eachgrad.solve import Accepted, Passes, grads_untouched, pulled_back
+from eachgrad.use import Use
 from eachgrad.uses import replay
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Record:
             for source, value in zip(item.use.sources, pulled, strict=True):
                 if id(source) not in wanted or value is None:
                     continue
-                name = self.recorder.parameters.get(id(source))
+                name = self.recorder.tensors.parameters.get(id(source))
                 if name is not None:
                     parts = {name: _strided(value)}
                 else:
@@ -104,7 +105,7 @@ class Record:
     def _exempt(self) -> set[str]:
         return {
             name for item, _ in self.accepted if _scaled_by_frequency(item.use)
-            for source in item.use.sources for name in self.recorder.names_of(source)
+            for source in item.use.sources for name in self.recorder.tensors.names_of(source)
         }  # fmt: skip
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from eachgrad import layout as lay
-from eachgrad.capture import Recorder, graph_nodes, node_of, tensors_in
+from eachgrad.capture import Recorder
 from eachgrad.errors import CaptureError
+from eachgrad.graph import graph_nodes, node_of, tensors_in
 from eachgrad.solve import Passes, Solved, marked, solved
 
 
@@ -201,7 +202,7 @@ def check_order(recorder: Recorder, solved: Sequence[Solved], inputs: Sequence[T
         fold = place.fold if isinstance(place, lay.Along) and place.dim == batch_dim else None
         irregular = isinstance(place, lay.Scattered) or (fold is not None and fold.kind == "ragged")
         if irregular and _misread(item, inputs, batch_dim, B):
-            names = ", ".join(repr(n) for s in item.use.sources for n in recorder.names_of(s))
+            names = ", ".join(repr(n) for s in item.use.sources for n in recorder.tensors.names_of(s))
             raise CaptureError(
                 f"the loss of one sample depends on the input of another one, which is read with {names} by "
                 f"{item.use.name} at {item.use.where}: the model mixes the samples, or moves them to other places along "

@@ -12,8 +12,11 @@ from torch import Tensor
 from eachgrad import layout as lay
 from eachgrad import uses as use_blocks
 from eachgrad.blocks import Block, Dense, add
-from eachgrad.capture import Node, Recorder, Use, graph_nodes, node_of, opened
+from eachgrad.capture import Recorder
 from eachgrad.errors import CaptureError
+from eachgrad.functions import opened
+from eachgrad.graph import Node, graph_nodes, node_of
+from eachgrad.use import Use
 
 Weights = list[Tensor]  # one cotangent per root
 
@@ -44,13 +47,13 @@ class Passes:
         """All gradients together, nothing else touched."""
         if self.reentrant:  # such a checkpoint records in the backward and allows no torch.autograd.grad
             found: dict[int, Tensor] = {}
-            with grads_untouched([*self.leaves, *self.recorder.tensors]):
+            with grads_untouched([*self.leaves, *self.recorder.leaves]):
                 self.stream(roots, weights, found.__setitem__)
             return [found.get(n) for n in range(len(self.recorder.uses))]
         taps = [use.tap for use in self.recorder.uses]
         if not taps:
             return []
-        before = [(p.grad, p.grad._version if p.grad is not None else 0) for p in self.recorder.tensors]
+        before = [(p.grad, p.grad._version if p.grad is not None else 0) for p in self.recorder.leaves]
         with self.recorder.replay():
             gradients = _grad(roots, taps, weights, retain_graph=True, allow_unused=True)
         self._check_nothing_hidden(before)
@@ -58,10 +61,10 @@ class Passes:
 
     def _check_nothing_hidden(self, before: list[tuple[Tensor | None, int]]) -> None:
         """No op may have a backward of its own inside, that gives a parameter its gradient unseen."""
-        for p, (grad, version) in zip(self.recorder.tensors, before, strict=True):
+        for p, (grad, version) in zip(self.recorder.leaves, before, strict=True):
             if p.grad is not grad or (grad is not None and grad._version != version):
                 raise CaptureError(
-                    f"the gradient of parameter {self.recorder.parameters[id(p)]!r} is computed by a backward inside "
+                    f"the gradient of parameter {self.recorder.tensors.parameters[id(p)]!r} is computed by a backward inside "
                     "another op's backward, where it cannot be followed; use torch.utils.checkpoint for checkpoints"
                 )
 
@@ -170,8 +173,8 @@ def blocks_of(recorder: Recorder, accepted: Accepted, B: int) -> dict[str, Block
         for source, block in zip(item.use.sources, found, strict=True):
             if id(source) not in wanted:
                 continue
-            if id(source) in recorder.parameters:
-                parts.setdefault(recorder.parameters[id(source)], []).append(block)
+            if id(source) in recorder.tensors.parameters:
+                parts.setdefault(recorder.tensors.parameters[id(source)], []).append(block)
                 continue
             for name, piece in pulled_back(recorder, source, block.dense()).items():
                 parts.setdefault(name, []).append(Dense(piece))
@@ -199,7 +202,7 @@ def _accept(recorder: Recorder, uses: list[Solved]) -> list[tuple[Solved, set[in
 
 def _uncovered(recorder: Recorder, source: Tensor, settled: set[int]) -> bool:
     """Whether `source` reaches a parameter by a way that no settled candidate accounts for."""
-    if id(source) in recorder.parameters:
+    if id(source) in recorder.tensors.parameters:
         return True
     direct, through = False, False
     seen, stack = set(), [node_of(source)]
@@ -208,14 +211,14 @@ def _uncovered(recorder: Recorder, source: Tensor, settled: set[int]) -> bool:
         if node in seen:
             continue
         seen.add(node)
-        owner = recorder.alias_nodes.get(node)
+        owner = recorder.tensors.alias_nodes.get(node)
         if owner is not None and id(owner) in settled:
             through = True
             continue
-        direct = direct or id(getattr(node, "variable", None)) in recorder.parameters
+        direct = direct or id(getattr(node, "variable", None)) in recorder.tensors.parameters
         stack.extend(below for below, _ in node.next_functions if below is not None)
     if direct and through:
-        names = ", ".join(map(repr, recorder.names_of(source)))
+        names = ", ".join(map(repr, recorder.tensors.names_of(source)))
         raise CaptureError(
             f"a tensor of shape {tuple(source.shape)} is derived from {names} partly before and partly after the batch "
             "came in; compute the two parts separately"
@@ -233,7 +236,7 @@ def _check_complete(recorder: Recorder, accepted: list[tuple[Solved, set[int]]],
         if node in seen or node in stops:
             continue
         seen.add(node)
-        name = recorder.parameters.get(id(getattr(node, "variable", None)))
+        name = recorder.tensors.parameters.get(id(getattr(node, "variable", None)))
         if name is not None:
             op = recorder.without_rule.get(name) or (f"{above.name()} in the autograd graph" if above else "the loss")
             if not recorder.uses:
@@ -247,7 +250,7 @@ def _check_complete(recorder: Recorder, accepted: list[tuple[Solved, set[int]]],
 
 
 def _refuse_mixed(recorder: Recorder, use: Use) -> None:
-    names = ", ".join(repr(n) for s in use.sources for n in recorder.names_of(s))
+    names = ", ".join(repr(n) for s in use.sources for n in recorder.tensors.names_of(s))
     after = next((u for u in recorder.uses[recorder.uses.index(use) + 1 :]), None)
     between = dict.fromkeys(after.ops_since if after else recorder.ops_so_far)
     ops = ", ".join(n for n in between if n and not n.startswith("__get")) or "not seen"
@@ -262,10 +265,10 @@ def _refuse_mixed(recorder: Recorder, use: Use) -> None:
 def pulled_back(recorder: Recorder, source: Tensor, value: Tensor) -> dict[str, Tensor]:
     """Gradients of a derived tensor, (n, *shape), as gradients of the parameters it was derived from."""
     reached = {id(v): v for node in graph_nodes([source.grad_fn]) if (v := getattr(node, "variable", None)) is not None}
-    parameters = [v for key, v in reached.items() if key in recorder.parameters]
+    parameters = [v for key, v in reached.items() if key in recorder.tensors.parameters]
     with recorder.replay():
         found = _batched_pull(source, parameters, value.to(source.dtype).reshape(-1, *source.shape))
-    return {recorder.parameters[id(p)]: f for p, f in zip(parameters, found, strict=True) if f is not None}
+    return {recorder.tensors.parameters[id(p)]: f for p, f in zip(parameters, found, strict=True) if f is not None}
 
 
 def _batched_pull(source: Tensor, parameters: list[Tensor], value: Tensor) -> list[Tensor | None]:

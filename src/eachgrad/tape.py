@@ -12,9 +12,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from eachgrad import layout as lay
 from eachgrad import lossgraph, scalar
-from eachgrad.capture import Recorder, named_trainable, node_of, tensors_in
+from eachgrad.capture import Recorder
 from eachgrad.errors import CaptureError
 from eachgrad.grads import Gradient, PerSampleGrads
+from eachgrad.graph import named_trainable, node_of, tensors_in
 from eachgrad.receipt import Record, check_weighted_sum
 from eachgrad.solve import Passes, Solved, accept, blocks_of, marked, solved
 
@@ -131,6 +132,7 @@ class Tape:
                 "a loss that is one number is followed from the model's outputs, and it depends on none of them: call "
                 "the recorded model itself, or pass one loss per sample"
             )
+        self.check_places(outputs)
         edges = {(node_of(o.tensor), o.tensor.output_nr): place_state(o.places) for o in outputs}
         lossgraph.check(loss.grad_fn, edges, reduction, B, None, measured=True)
         v = torch.autograd.grad(loss, [o.tensor for o in outputs], create_graph=True)
@@ -156,12 +158,22 @@ class Tape:
 
     def check_statistics(self, tensors: list[Tensor]) -> None:
         """Raise if one of these was computed with a statistic of the whole batch."""
-        if self.recorder.batch_size != 1 and any(self.recorder.tag(t) == "mixed" for t in tensors):
+        if self.recorder.batch_size != 1 and any(self.recorder.tensors.tag(t) == "mixed" for t in tensors):
             raise CaptureError(
                 "what the model computes for one sample depends on a statistic over the batch (a mean, a maximum or the "
                 f"like along dimension {self.batch_dim} of the input): it mixes the samples, even where it is detached. "
                 "Take statistics per sample, or use fixed ones."
             )
+
+    def check_places(self, outputs: Sequence[scalar.Output]) -> None:
+        """Raise if an output's samples were seen to go to another dimension than the declared one."""
+        for output in outputs:
+            seen, place = self.recorder.tensors.tag(output.tensor), output.places[0] if output.places else None
+            if isinstance(seen, int) and isinstance(place, lay.Along) and place.dim != seen:
+                raise CaptureError(
+                    f"the samples of an output {tuple(output.tensor.shape)} lie along dimension {seen}, not "
+                    f"{place.dim}: return it with the samples along the declared batch dimension, or pass one loss per sample"
+                )
 
     def _check_count(self, B: int) -> None:
         """Tokens are no samples: as many losses as the model's inputs have entries along some dimension."""
@@ -193,9 +205,9 @@ class Tape:
         fitting = [t for t, n in zip(batched, sizes, strict=True) if n == self.recorder.batch_size]
         if len({*sizes, self.recorder.batch_size}) == 1:
             main = sorted(fitting, key=lambda t: -t.ndim)[:1]
-            self.recorder.mark_strong(main)
+            self.recorder.tensors.mark_strong(main)
             if not packed:
-                self.recorder.set_tag(main, self.batch_dim)
+                self.recorder.tensors.set_tag(main, self.batch_dim)
         self.inputs.extend(leaves)
 
     def _leaving(self, module: nn.Module, args: tuple, output: Any) -> None:

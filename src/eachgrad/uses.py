@@ -12,10 +12,11 @@ from torch.utils._pytree import tree_map
 
 from eachgrad import layout as lay
 from eachgrad.blocks import Block, Dense, Fold, add
-from eachgrad.capture import Use, tensors_in
 from eachgrad.errors import CaptureError
+from eachgrad.graph import tensors_in
 from eachgrad.rules.linear import Unanswered
 from eachgrad.rules.registry import Arguments, NeedsLoop, Rule
+from eachgrad.use import Use
 
 
 def blocks(use: Use, g: Tensor, layout: lay.Layout, B: int) -> tuple[Block, ...]:

@@ -1,0 +1,80 @@
+"""The autograd graph, and the tensors in nested arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+Node = Any  # torch.autograd.graph.Node
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor in nested tuples, lists and dicts."""
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _collect(item, found)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _collect(item, found)
+
+
+def replace(value: Any, new: dict[int, Tensor]) -> Any:
+    return tree_map(lambda t: new.get(id(t), t) if isinstance(t, Tensor) else t, value)
+
+
+def graph_nodes(roots: list[Node]) -> Iterator[Node]:
+    """Every node of the autograd graph below `roots`."""
+    seen: set[Node] = set()
+    stack = [root for root in roots if root is not None]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        stack.extend(below for below, _ in node.next_functions if below is not None)
+
+
+def node_of(t: Tensor) -> Node:
+    """The node that delivers the gradient of `t`: its own, or its accumulator if it is a leaf."""
+    return torch.autograd.graph.get_gradient_edge(t).node
+
+
+def depends(out: Any, sources: list[Tensor]) -> bool:
+    """Whether a gradient would flow from the output of an op to one of these tensors."""
+    wanted = {node_of(t) for t in sources}
+    return any(node in wanted for t in tensors_in(out) if t.requires_grad for node in graph_nodes([t.grad_fn]))
+
+
+def same(t: Tensor) -> Tensor:
+    """`t` by another name, with a node of its own; not a view, so that what happens to `t` later is apart."""
+    return torch.ops.aten._unsafe_view(t, t.shape)
+
+
+def own_history(out: Tensor) -> Tensor:
+    """`out` again, as a tensor that may be changed in place without moving the tap."""
+    if _saves_its_result(type(out.grad_fn)):
+        return out.clone()  # its own op needs the values for its backward
+    return same(out)
+
+
+@cache
+def _saves_its_result(node: type) -> bool:
+    return any(name.startswith("_saved_result") for name in dir(node))
+
+
+def named_trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
