@@ -48,6 +48,16 @@ def graph_nodes(roots: list[Node]) -> Iterator[Node]:
         stack.extend(below for below, _ in node.next_functions if below is not None)
 
 
+def edges_below(t: Tensor) -> set[tuple[Node, int]]:
+    """Every (node, output) that `t` was computed from."""
+    return {edge for node in graph_nodes([t.grad_fn]) for edge in node.next_functions}
+
+
+def edge_of(t: Tensor) -> tuple[Node, int]:
+    """The node that delivers the gradient of `t`, and which of its outputs `t` is."""
+    return node_of(t), t.output_nr
+
+
 def node_of(t: Tensor) -> Node:
     """The node that delivers the gradient of `t`: its own, or its accumulator if it is a leaf."""
     return torch.autograd.graph.get_gradient_edge(t).node

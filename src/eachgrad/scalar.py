@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from eachgrad import layout as lay
 from eachgrad.capture import Recorder
 from eachgrad.errors import CaptureError
-from eachgrad.graph import graph_nodes, node_of, tensors_in
+from eachgrad.graph import edge_of, edges_below, tensors_in
 from eachgrad.solve import Passes, Solved, marked, solved
 
 
@@ -81,10 +81,10 @@ def is_declared(place: lay.Layout, batch_dim: int) -> bool:
 
 def cut(loss: Tensor, outputs: Sequence[Output]) -> list[Output]:
     """Those outputs that `loss` is computed from, and that lie behind no other such output."""
-    below = set(graph_nodes([loss.grad_fn]))
-    reached = list({id(o.tensor): o for o in outputs if node_of(o.tensor) in below}.values())
-    behind = {id(o): set(graph_nodes([o.tensor.grad_fn])) - {o.tensor.grad_fn} for o in reached}
-    return [o for o in reached if not any(node_of(o.tensor) in behind[id(p)] for p in reached if p is not o)]
+    below = edges_below(loss) | {edge_of(loss)}
+    reached = list({id(o.tensor): o for o in outputs if edge_of(o.tensor) in below}.values())
+    behind = {id(o): edges_below(o.tensor) for o in reached}
+    return [o for o in reached if not any(edge_of(o.tensor) in behind[id(p)] for p in reached if p is not o)]
 
 
 def choices(outputs: Sequence[Output], batch_dim: int) -> Iterator[tuple[tuple[lay.Layout, ...], bool]]:

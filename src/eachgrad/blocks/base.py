@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+# Largest (B, n) slice of dense gradients that a query makes at a time, in elements: 16 MiB in float32.
+# A choice of memory, not of speed.
+TILE = 1 << 22
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -57,12 +63,72 @@ class Block:
         value = self.dense()
         return torch.tensordot(c.to(value.dtype), value, dims=1)
 
-    def squared_norms(self) -> Tensor:  # (B,)
+    def weighted_sums(self, c: Tensor) -> Tensor:  # c (K, B) -> (K, *shape)
+        return torch.stack([self.weighted_sum(row) for row in c])
+
+    def squared_norms(self, precise: bool = False) -> Tensor:
+        """(B,); `precise` asks for all the digits of the dtype where terms cancel."""
         return squared_norms(self.dense())
 
     def dots(self, other: Block) -> Tensor:
         """<g[i], h[i]> of two blocks of the same parameter, real part: (B,)."""
         return dots(self.dense(), other.dense())
+
+    def sizes(self) -> tuple[int, int, int]:
+        """B, and the rows and columns of one gradient seen as a matrix."""
+        return matrix_sizes(self.dense())
+
+    def slice(self, start: int, stop: int) -> Tensor:
+        """Numbers start to stop of each flattened gradient: (B, stop - start)."""
+        value = self.dense()
+        return value.reshape(len(value), -1)[:, start:stop]
+
+    def tiles(self) -> Iterator[tuple[int, Tensor]]:
+        """The flattened gradients slice by slice, (start, (B, n)), in float32 or better; whole rows at a time."""
+        B, rows, columns = self.sizes()
+        step = columns * max(1, TILE // max(1, B * columns))
+        for start in range(0, rows * columns, max(1, step)):
+            value = self.slice(start, min(start + step, rows * columns))
+            yield start, value.to(accumulation_dtype(value.dtype))
+
+    def dot(self, directions: Tensor) -> Tensor:
+        """<g[i], v[k]> for K directions (K, *shape), real part: (B, K)."""
+        flat = directions.reshape(len(directions), -1)
+        total = flat.new_zeros(self.sizes()[0], len(flat), dtype=real_dtype(flat.dtype))
+        for start, value in self.tiles():
+            total = total + inner(value, flat[:, start : start + value.shape[1]])
+        return total
+
+    def gram(self, other: Block) -> Tensor:
+        """<g[i], h[j]> of two blocks of the same parameter, real part: (B, B')."""
+        if other.sizes()[0] > self.sizes()[0]:
+            return other.gram(self).mT
+        parts = (inner(x, x if other is self else other.slice(k, k + x.shape[1])) for k, x in self.tiles())
+        return sum(parts, torch.zeros(()))  # nothing is kept but the sum
+
+    def sum_of_squares(self, center: Tensor | None = None) -> Tensor:
+        """sum_i |g[i] - center|^2, element by element, flattened: (P,)."""
+        parts = []
+        for start, value in self.tiles():
+            if center is not None:
+                value = value - center.flatten()[start : start + value.shape[1]]
+            parts.append(value.abs().square().sum(0))
+        return torch.cat(parts)
+
+    def compressed(self, left: Tensor, right: Tensor) -> Tensor:
+        """left g[i] right^T for left (a, p) and right (b, d), the gradient seen as (p, d): (B, a, b)."""
+        B, p, d = self.sizes()[0], left.shape[1], right.shape[1]
+        step = max(1, TILE // max(1, B * d))
+        total = left.new_zeros(B, len(left), len(right))
+        for row in range(0, p, step):
+            part = left[:, row : row + step]
+            value = self.slice(row * d, (row + part.shape[1]) * d).reshape(B, -1, d).to(left.dtype)
+            total = total + part @ (value @ right.mT)
+        return total
+
+    def support(self) -> tuple[Block, Tensor | None]:
+        """A block of the numbers that some sample does not leave at zero, and their places (None: all)."""
+        return self, None
 
 
 @dataclass(frozen=True)
@@ -80,14 +146,18 @@ class Dense(Block):
     def fold(self, fold: Fold) -> Dense:
         return Dense(fold.join(self.value).sum(1))
 
+    def weighted_sums(self, c: Tensor) -> Tensor:
+        return torch.tensordot(c.to(self.value.dtype), self.value, dims=1)
 
-def recomputed(total: Tensor, bound: Tensor, exact: Callable[[Tensor], Tensor]) -> Tensor:
+
+def recomputed(total: Tensor, bound: Tensor, exact: Callable[[Tensor], Tensor], precise: bool = False) -> Tensor:
     """`total`, (B,), with the samples replaced by `exact(index)` whose terms, of size `bound`, cancel.
 
     A sum of terms is off by about their size times the machine's precision: float32 loses its fourth digit
-    where they cancel to a thousandth.
+    where they cancel to a thousandth; `precise` spares it even the last but one.
     """
     share = 1e-3 if total.dtype == torch.float32 else 1e-5
+    share = 0.25 if precise else share
     index = (total < share * bound).nonzero().squeeze(1)
     return total.index_copy(0, index, exact(index).to(total.dtype)) if len(index) else total
 
@@ -105,3 +175,20 @@ def dots(left: Tensor, right: Tensor) -> Tensor:
     if product.is_complex():
         product = product.real
     return product.reshape(len(product), -1).sum(1)
+
+
+def matrix_sizes(value: Tensor) -> tuple[int, int, int]:
+    """(B, *shape) as B matrices: the first dimension of the shape, and all others together."""
+    rows = value.shape[1] if value.ndim > 1 else 1
+    return len(value), rows, math.prod(value.shape[2:])
+
+
+def inner(left: Tensor, right: Tensor) -> Tensor:
+    """Real inner products of all rows of (B, n) with all rows of (K, n): (B, K), in float32 or better."""
+    dtype = accumulation_dtype(torch.promote_types(left.dtype, right.dtype))
+    return as_real(left.to(dtype)) @ as_real(right.to(dtype)).mT
+
+
+def as_real(value: Tensor) -> Tensor:
+    """(B, n) complex -> (B, 2n) real, with the same real inner products."""
+    return torch.view_as_real(value.resolve_conj()).flatten(1) if value.is_complex() else value

@@ -45,7 +45,7 @@ class Outer(Block):
         value = left.flatten(0, 1).mT @ right.flatten(0, 1)
         return value if self.shape is None else value.reshape(self.shape)
 
-    def squared_norms(self) -> Tensor:
+    def squared_norms(self, precise: bool = False) -> Tensor:
         left, right = self._factors()
         T, p, d = left.shape[1], left.shape[2], right.shape[2]
         if T == 1:
@@ -53,7 +53,7 @@ class Outer(Block):
         # Gram costs 2 T^2 (p + d) a sample, direct 2 T p d.
         if T * (p + d) < p * d:
             total, bound = self._gram(self)
-            return recomputed(total, bound, lambda index: self.take(index)._direct())
+            return recomputed(total, bound, lambda index: self.take(index)._direct(), precise)
         return self._direct()
 
     def _direct(self) -> Tensor:
@@ -71,6 +71,51 @@ class Outer(Block):
         step = max(1, DIRECT_CHUNK // (p * d))
         factors = [t.split(step) for t in (*self._factors(), *other._factors())]
         return torch.cat([dots(a.mT @ b, c.mT @ e) for a, b, c, e in zip(*factors, strict=True)])
+
+    def sizes(self) -> tuple[int, int, int]:
+        return len(self.left), *self.matrix
+
+    def slice(self, start: int, stop: int) -> Tensor:
+        left, right = self._factors()
+        d = right.shape[2]
+        first, last = start // d, -(-stop // d)
+        return (left[..., first:last].mT @ right).flatten(1)[:, start - first * d : stop - first * d]
+
+    def dot(self, directions: Tensor) -> Tensor:
+        K, T = len(directions), self.left.shape[1]
+        # Factor by factor 2 K T p d a sample, by dense tiles 2 (K + T) p d.
+        if K * T > K + T:
+            return super().dot(directions)
+        return torch.stack([self._dot(v) for v in directions.reshape(K, *self.matrix)], 1)
+
+    def _dot(self, direction: Tensor) -> Tensor:
+        """rowsum((A V^T) * G), by the side that leaves less: (B,)."""
+        left, right = self._factors()
+        dtype = accumulation_dtype(torch.promote_types(left.dtype, direction.dtype))
+        left, right, direction = left.to(dtype), right.to(dtype), direction.to(dtype).conj()
+        p, d = self.matrix
+        product = (right @ direction.mT) * left if p < d else (left @ direction) * right
+        return product.real.sum((1, 2))
+
+    def gram(self, other: Block) -> Tensor:
+        if isinstance(other, Outer) and self.left.shape[1] == other.left.shape[1] == 1 and self.matrix == other.matrix:
+            dtype = accumulation_dtype(torch.promote_types(self.left.dtype, self.right.dtype))
+            pairs = ((self.left, other.left), (self.right, other.right))
+            left, right = (a[:, 0].to(dtype) @ b[:, 0].to(dtype).mH for a, b in pairs)
+            return (left * right).real
+        return super().gram(other)
+
+    def sum_of_squares(self, center: Tensor | None = None) -> Tensor:
+        # About a center there is no such product: expanding the square would cancel.
+        if self.left.shape[1] == 1 and center is None:
+            left, right = (t[:, 0].to(accumulation_dtype(t.dtype)).abs().square() for t in self._factors())
+            return (left.mT @ right).flatten()
+        return super().sum_of_squares(center)
+
+    def compressed(self, left: Tensor, right: Tensor) -> Tensor:
+        if self.matrix != (left.shape[1], right.shape[1]):
+            return super().compressed(left, right)
+        return (self.left.to(left.dtype) @ left.mT).mT @ (self.right.to(right.dtype) @ right.mT)
 
     def concatenate(self, other: Outer) -> Outer:
         """The sum of two uses of one parameter: their positions one after another."""

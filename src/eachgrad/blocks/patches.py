@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eachgrad.blocks.base import Block, Fold, squared_norms
+from eachgrad.blocks.base import Block, Fold, accumulation_dtype, squared_norms
 from eachgrad.blocks.outer import DIRECT_CHUNK
 
 
@@ -23,16 +23,27 @@ class Geometry:
     dilation: tuple[int, ...]
     groups: int
 
+    def pad(self, x: Tensor) -> Tensor:
+        return F.pad(x, [n for pair in reversed(self.padding) for n in pair])
+
     def unfold(self, x: Tensor, out: torch.Size) -> Tensor:
         """(N, C, *spatial) -> (N, groups, C/groups * K, L): what each of the L outputs reads."""
-        pads = [n for pair in reversed(self.padding) for n in pair]
-        x = F.pad(x, pads).contiguous()
+        x = self.pad(x).contiguous()
         # Windows as a strided view: any number of dimensions, stride and dilation in one expression.
         (n, c), spatial = x.stride()[:2], x.stride()[2:]
         kernel = [s * k for s, k in zip(spatial, self.dilation, strict=True)]
         steps = [s * k for s, k in zip(spatial, self.stride, strict=True)]
         windows = x.as_strided((len(x), x.shape[1], *self.kernel, *out), (n, c, *kernel, *steps))
         return windows.reshape(len(x), self.groups, -1, math.prod(out))
+
+    def convolve(self, x: Tensor, weight: Tensor, out: torch.Size) -> Tensor:
+        """(N, C, *spatial) -> (N, p, *out): the convolution itself."""
+        zeros = [0] * len(self.kernel)
+        value = torch.convolution(
+            self.pad(x), weight, None, self.stride, zeros, self.dilation, False, zeros, self.groups
+        )
+        # A transposed convolution may leave room for positions that nothing was read from.
+        return value[(..., *(slice(n) for n in out))]
 
 
 @dataclass(frozen=True)
@@ -63,8 +74,41 @@ class Patches(Block):
         parts = (self._direct(x.flatten(0, 1)[None], s.flatten(0, 1)[None]) for x, s in self._split(g, step))
         return torch.stack([part[0] for part in parts]).sum(0)
 
-    def squared_norms(self) -> Tensor:
+    def weighted_sums(self, c: Tensor) -> Tensor:
+        # Several sums share one unfolding.
+        step = self._step()
+        parts = (self._direct(x, g) for x, g in self._split(self.g, step))
+        pairs = zip(c.split(step, dim=1), parts, strict=True)
+        return torch.stack([torch.tensordot(w.to(part.dtype), part, dims=1) for w, part in pairs]).sum(0)
+
+    def squared_norms(self, precise: bool = False) -> Tensor:
         return torch.cat([squared_norms(self._direct(x, g)) for x, g in self._split(self.g, self._step())])
+
+    def sizes(self) -> tuple[int, int, int]:
+        return len(self.x), self.shape[0], math.prod(self.shape[1:])
+
+    def slice(self, start: int, stop: int) -> Tensor:
+        # Whole groups, or some outputs of a single one.
+        groups, (_, p, row), channels = self.geometry.groups, self.sizes(), self.shape[1]
+        size = p // groups
+        first, last = start // row, -(-stop // row)
+        a, b = first // size, -(-last // size)
+        if b - a > 1:
+            first, last = a * size, b * size
+        x, g = self.x[:, :, a * channels : b * channels], self.g[:, :, first:last]
+        part = Patches(x, g, replace(self.geometry, groups=b - a))
+        value = torch.cat([part._direct(x, g).flatten(1) for x, g in part._split(part.g, part._step())])
+        return value[:, start - first * row : stop - first * row]
+
+    def dot(self, directions: Tensor) -> Tensor:
+        # Several directions share one unfolding.
+        if len(directions) > 1:
+            return super().dot(directions)
+        dtype = torch.promote_types(torch.promote_types(self.x.dtype, self.g.dtype), directions.dtype)
+        dtype = accumulation_dtype(dtype)
+        x, g, weight = (t.to(dtype) for t in (self.x, self.g, directions[0].conj().resolve_conj()))
+        out = self.geometry.convolve(x.flatten(0, 1), weight, g.shape[3:]).view_as(g.flatten(0, 1))
+        return (out * g.flatten(0, 1)).real.reshape(len(x), -1).sum(1, keepdim=True)
 
     def _split(self, g: Tensor, step: int):
         return zip(self.x.split(step), g.split(step), strict=True)

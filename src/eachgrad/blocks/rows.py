@@ -37,19 +37,53 @@ class Rows(Block):
         out = value.new_zeros(self.size, value.shape[-1])
         return out.index_add(0, self.index.clamp(min=0).flatten(), value.flatten(0, 1))
 
-    def squared_norms(self) -> Tensor:
-        # Sort by (sample, row), sum each run, square: no (B, V, d) buffer and no T x T mask.
-        B, T, d = self.value.shape
-        ordered, order = self._keys().sort()
-        starts = torch.ones_like(ordered, dtype=torch.bool)
-        starts[1:] = ordered[1:] != ordered[:-1]
-        run = starts.cumsum(0) - 1
-        dtype = accumulation_dtype(self.value.dtype)
-        sums = self.value.new_zeros(B * T, d, dtype=dtype)
-        sums = sums.index_add(0, run, self._values().reshape(B * T, d)[order].to(dtype))
-        owner = torch.zeros_like(run).scatter(0, run, ordered // self.size)
+    def squared_norms(self, precise: bool = False) -> Tensor:
+        sums, owner, _, _ = self._runs()
         squares = torch.linalg.vector_norm(sums, dim=1).square()
-        return torch.zeros(B, device=squares.device, dtype=real_dtype(dtype)).index_add(0, owner, squares)
+        return squares.new_zeros(len(self.index), dtype=real_dtype(sums.dtype)).index_add(0, owner, squares)
+
+    def sizes(self) -> tuple[int, int, int]:
+        return len(self.index), self.size, self.value.shape[2]
+
+    def slice(self, start: int, stop: int) -> Tensor:
+        B, T, d = self.value.shape
+        first, last = start // d, -(-stop // d)
+        inside = (self.index >= first) & (self.index < last)
+        index = torch.where(inside, self.index - first, 0)
+        value = torch.where(inside[..., None], self._values(), self.value.new_zeros(()))
+        return Rows(index, value, last - first).dense().flatten(1)[:, start - first * d : stop - first * d]
+
+    def dot(self, directions: Tensor) -> Tensor:
+        index, value = self.index.clamp(min=0), self._values()
+        return torch.stack([dots(value, v[index]) for v in directions], 1)
+
+    def gram(self, other: Block) -> Tensor:
+        if not isinstance(other, Rows):
+            return super().gram(other)
+        # Only rows that are read count.
+        rows = torch.cat([self.index.flatten(), other.index.flatten()]).clamp(min=0).unique()
+        mine = self._among(rows)
+        return Block.gram(mine, mine if other is self else other._among(rows))
+
+    def sum_of_squares(self, center: Tensor | None = None) -> Tensor:
+        sums, _, row, present = self._runs()
+        zeros = torch.zeros(self.size, sums.shape[1], dtype=real_dtype(sums.dtype), device=sums.device)
+        if center is None:
+            return zeros.index_add(0, row, sums.abs().square()).flatten()
+        # A sample that does not read a row is at zero there.
+        squares = (sums - center[row]).abs().square() * present[:, None]
+        absent = len(self.index) - zeros[:, 0].index_add(0, row, present)
+        return zeros.index_add(0, row, squares).add(absent[:, None] * center.abs().square()).flatten()
+
+    def compressed(self, left: Tensor, right: Tensor) -> Tensor:
+        if left.shape[1] != self.size:
+            return super().compressed(left, right)
+        return left.mT[self.index.clamp(min=0)].mT @ (self._values().to(right.dtype) @ right.mT)
+
+    def support(self) -> tuple[Block, Tensor | None]:
+        rows, d = self.index.clamp(min=0).unique(), self.value.shape[2]
+        places = rows[:, None] * d + torch.arange(d, device=rows.device)
+        return self._among(rows), places.flatten()
 
     def dots(self, other: Block) -> Tensor:
         if isinstance(other, Outer) and other.shape is None:
@@ -64,6 +98,25 @@ class Rows(Block):
         dtype = torch.promote_types(self.value.dtype, other.value.dtype)
         value = torch.cat([self._values().to(dtype), other._values().to(dtype)], 1)
         return Rows(torch.cat([self.index, other.index], 1), value, self.size)
+
+    def _among(self, rows: Tensor) -> Rows:
+        """The same gradients of the table made up of these rows alone, sorted."""
+        return Rows(torch.searchsorted(rows, self.index.clamp(min=0).contiguous()), self._values(), len(rows))
+
+    def _runs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """One entry per row that a sample reads, up to B T: sum (d,), sample, row, and 1 (0 where there are fewer)."""
+        # Sort by (sample, row), sum each run: no (B, V, d) buffer and no T x T mask.
+        B, T, d = self.value.shape
+        ordered, order = self._keys().sort()
+        starts = torch.ones_like(ordered, dtype=torch.bool)
+        starts[1:] = ordered[1:] != ordered[:-1]
+        run = starts.cumsum(0) - 1
+        dtype = accumulation_dtype(self.value.dtype)
+        sums = self.value.new_zeros(B * T, d, dtype=dtype)
+        sums = sums.index_add(0, run, self._values().reshape(B * T, d)[order].to(dtype))
+        key = torch.zeros_like(run).scatter(0, run, ordered)
+        present = torch.zeros(B * T, dtype=real_dtype(dtype), device=run.device).index_fill(0, run, 1.0)
+        return sums, key // self.size, key % self.size, present
 
     def _keys(self) -> Tensor:
         """(B T,): one number per sample and row of the table."""

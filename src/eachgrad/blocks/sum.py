@@ -32,14 +32,29 @@ class Sum(Block):
     def weighted_sum(self, c: Tensor) -> Tensor:
         return reduce(torch.add, (part.weighted_sum(c) for part in self.parts))
 
-    def squared_norms(self) -> Tensor:
-        total = bound = reduce(torch.add, (part.squared_norms() for part in self.parts))
+    def weighted_sums(self, c: Tensor) -> Tensor:
+        return reduce(torch.add, (part.weighted_sums(c) for part in self.parts))
+
+    def sizes(self) -> tuple[int, int, int]:
+        return self.parts[0].sizes()
+
+    def slice(self, start: int, stop: int) -> Tensor:
+        return reduce(torch.add, (part.slice(start, stop) for part in self.parts))
+
+    def dot(self, directions: Tensor) -> Tensor:
+        return reduce(torch.add, (part.dot(directions) for part in self.parts))
+
+    def compressed(self, left: Tensor, right: Tensor) -> Tensor:
+        return reduce(torch.add, (part.compressed(left, right) for part in self.parts))
+
+    def squared_norms(self, precise: bool = False) -> Tensor:
+        total = bound = reduce(torch.add, (part.squared_norms(precise) for part in self.parts))
         # Rows know how to meet the others without a dense table.
         parts = sorted(self.parts, key=lambda part: not isinstance(part, Rows))
         for k, part in enumerate(parts):
             for other in parts[k + 1 :]:
                 total = total + 2 * part.dots(other)
-        return recomputed(total, bound, lambda index: squared_norms(self.take(index).dense()))
+        return recomputed(total, bound, lambda index: squared_norms(self.take(index).dense()), precise)
 
 
 def add(blocks: Iterable[Block]) -> Block:
