@@ -62,6 +62,8 @@ def call_for_per_sample_grads(
 
 def _check_fresh(module: nn.Module) -> None:
     for name, p in named_trainable(module).items():
+        if getattr(p, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(f"parameter {name!r} has a hook that runs when its gradient arrives: remove it first")
         if getattr(p, "grad_sample", None) is not None:
             raise RuntimeError(
                 f"parameter {name!r} has a grad_sample already: adding to it would be incorrect for multiple calls. "

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,7 @@ from eachgrad.rules import BROADCAST, COMPOSITES, RULES
 from eachgrad.rules.broadcast import IN_PLACE
 from eachgrad.rules.recurrent import bare, meet, use_at
 from eachgrad.rules.registry import as_called
+from eachgrad.signature import Signature
 from eachgrad.tensors import Tensors
 from eachgrad.use import Use, autocast_of, version_of
 
@@ -55,6 +58,8 @@ class Recorder(TorchFunctionMode):
         self.on_recompute: Callable[[Use], None] | None = None  # a reentrant one: hand each use over
         self.without_rule: dict[str, str] = {}  # parameter -> op it met that has no rule
         self._loose: dict[int, Tensor] = {}
+        self.signature = Signature()
+        self.differentiated = False  # a derivative through the recorded forward was taken, to be differentiated again
         self._ops: list[str] = []
 
     # The mode
@@ -77,6 +82,8 @@ class Recorder(TorchFunctionMode):
                 carriers.append((t, kind))
             elif self.tensors.is_strong(t) or (self.on_recompute is not None and t.requires_grad):
                 strong = True
+        if strong or carriers:
+            self.signature.add(func, args, kwargs, found)
         if func in DERIVATIVES:
             self._refuse_derivative(func, args, kwargs)
         if func is use_at:
@@ -132,8 +139,10 @@ class Recorder(TorchFunctionMode):
         if not strong and any(changed is t for t in sources):
             return NotImplemented  # a carrier that is changed in place by constants, most likely
         if func in COMPOSITES:
+            opaque = self.tensors.opaque
             with self:
                 out = COMPOSITES[func](*args, **kwargs)
+            self.tensors.opaque = opaque  # what a composite hides is known
             if out is not NotImplemented:
                 return out
         if func in BROADCAST:
@@ -246,6 +255,8 @@ class Recorder(TorchFunctionMode):
             self.replaying = before
 
     def _add(self, use: Use) -> None:
+        # A weak reference: autograd would keep a strong one, and everything recorded, alive.
+        use.tap.register_hook(partial(_seen_in_a_derivative, ref(self)))
         if use.strong:
             self.tensors.tap_nodes.add(node_of(use.tap))
         for alias in use.aliases:
@@ -274,8 +285,8 @@ class Recorder(TorchFunctionMode):
         if kwargs.get("create_graph") or any(args[4:5]) or func is not torch.autograd.grad:
             raise CaptureError(
                 f"{op_name(func)} at {call_site()} takes a derivative inside the record block, of which the loss may "
-                "depend: parameters are used in its backward, where they cannot be followed. Compute it outside the "
-                "block if the loss does not depend on it."
+                "depend: parameters are used in its backward, where they cannot be followed. Leave derivatives out of the "
+                "loss."
             )
 
     def _refuse_mixing(self, func: Callable, args: tuple, kwargs: dict) -> None:
@@ -287,6 +298,12 @@ class Recorder(TorchFunctionMode):
                 f"batch_norm at {call_site()} is in training mode: it mixes the samples of a batch, so that no "
                 "sample has a gradient of its own. Call eval() on it, or use GroupNorm, LayerNorm or InstanceNorm."
             )
+
+
+def _seen_in_a_derivative(recorder: ref[Recorder], g: Tensor) -> None:
+    found = recorder()
+    if found is not None and torch.is_grad_enabled():  # a backward that is itself to be differentiated
+        found.differentiated = True
 
 
 def _broadcast_shape(func: Callable, args: tuple, kwargs: dict) -> torch.Size:

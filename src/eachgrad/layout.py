@@ -19,10 +19,11 @@ from torch import Tensor
 from eachgrad.blocks import Fold
 from eachgrad.errors import CaptureError
 
-# Powers of two given to the samples, in each dtype. They enlarge: small numbers must not be rounded away.
-# float16 has so little room that four powers must do, with more passes.
-_POWERS = {torch.float16: range(4)}
-_DEFAULT_POWERS = range(61)
+# Powers of two given to the samples, in each dtype. They enlarge: small numbers must not be rounded away, and
+# a backward that forgets the scale of its gradient must not look like a sample. float16 has so little room
+# that four powers must do, with more passes.
+_POWERS = {torch.float16: range(1, 5)}
+_DEFAULT_POWERS = range(1, 62)
 
 # How far a value may be from its exact multiple, relative to the largest of its row. Kernels that add in
 # a fixed order are exact; the slack is for those that do not (atomics), and is far below what an op that

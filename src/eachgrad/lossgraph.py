@@ -75,6 +75,7 @@ class _Reading:
     """The states of a graph's nodes, and what reduced the samples."""
 
     starts: Mapping[Edge, State]  # the outputs
+    B: int
     states: dict[Node, State] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
     mean: bool = False
@@ -103,7 +104,7 @@ class _Reading:
         if not below or "mixed" in below:
             return "mixed" if below else None
         if name in _SCALED:
-            self.divided = True
+            self.divided = self.divided or _may_divide(node, name, self.B)
         if "summed" in below:
             linear = name in _LINEAR or (name in _SCALED and len(below) == 1)
             return "summed" if linear and set(below) == {"summed"} else "mixed"
@@ -247,6 +248,18 @@ def _signed(d: int) -> int:
     return d - 2**64 if d >= 2**63 else d
 
 
+def _may_divide(node: Node, name: str, B: int) -> bool:
+    """Whether this is a division by a multiple of B, as far as the graph still shows it."""
+    try:
+        other = node._saved_other
+    except (RuntimeError, AttributeError):  # freed, or not saved
+        return True
+    if other is None or not hasattr(other, "numel") or other.numel() != 1:
+        return other is None
+    value = float(other.real) if name == "Div" else 1 / float(other.real) if other != 0 else 0.0
+    return value > 0 and abs(value / B - round(value / B)) < 1e-4 and round(value / B) > 0
+
+
 def _has_class_weights(node: Node) -> bool:
     try:
         return node._saved_weight is not None
@@ -264,7 +277,7 @@ def check(
     """
     if B == 1 or root is None:
         return
-    reading = _Reading(starts)
+    reading = _Reading(starts, B)
     state = reading.read(root)
     if state == "mixed":
         raise CaptureError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from eachgrad import layout as lay
-from eachgrad import lossgraph, scalar
+from eachgrad import lossgraph, plans, scalar
 from eachgrad.capture import Recorder
 from eachgrad.errors import CaptureError
 from eachgrad.grads import Gradient, PerSampleGrads
@@ -61,7 +61,8 @@ class Tape:
         if isinstance(self.model, torch.jit.ScriptModule):
             raise CaptureError("a scripted model hides its ops: record the nn.Module that it was made from")
         for name, p in named_trainable(self.model).items():
-            if p._backward_hooks:
+            late = self.check and getattr(p, "_post_accumulate_grad_hooks", None)
+            if p._backward_hooks or late:
                 raise CaptureError(
                     f"parameter {name!r} has a gradient hook, which per-sample gradients would not pass: remove it, and "
                     "apply it to the answer"
@@ -92,6 +93,11 @@ class Tape:
         if self._state != "recorded":
             raise CaptureError("a tape answers one backward: record the forward again for another")
         _check_losses(losses)
+        if self.recorder.differentiated:
+            raise CaptureError(
+                "a derivative of the recorded forward was taken with create_graph, and the loss may depend on it: "
+                "parameters are used in its backward, where they cannot be followed. Leave derivatives out of the loss."
+            )
         self._state = "done"
         if losses.ndim == 0:
             return self._scalar(losses, loss_reduction)
@@ -103,10 +109,22 @@ class Tape:
         self._check_count(B)
         passes = Passes(self.recorder, [losses])
         plain = passes.run([losses], [torch.ones_like(losses)])
+        return self._answer(self._placed(passes, plain, losses, B), losses, [losses], B)
+
+    def _placed(self, passes: Passes, plain: list[Tensor | None], losses: Tensor, B: int) -> list[Solved]:
+        """Every use with the layout of its samples: by the plan of an earlier forward like this one, or measured."""
+        signature = None if self.recorder.tensors.opaque or passes.reentrant else self.recorder.signature.value
+        key = (signature, B, self.batch_dim, tuple(tuple(use.tap.shape) for use in self.recorder.uses))
+        plan = None if signature is None or B == 1 else plans.find(self.model, key)
+        planned = None if plan is None else plan.apply(self.recorder.uses, plain)
+        if planned is not None:
+            return planned
         evidence = marked(passes, [losses], lambda marks, k: [marks.weights(k, losses)], B)
         uses = solved(self.recorder, plain, evidence)
         scalar.check_order(self.recorder, uses, self.inputs, self.batch_dim, B)
-        return self._answer(uses, losses, [losses], B)
+        if signature is not None and B > 1:
+            plans.keep(self.model, key, self.recorder.uses, plain, uses)
+        return uses
 
     def _scalar(self, loss: Tensor, reduction: str | None) -> PerSampleGrads:
         if reduction is None:

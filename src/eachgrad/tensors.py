@@ -24,6 +24,7 @@ class Tensors:
         self.constants = {id(t) for t in constants}
         self.alias_nodes: dict[Node, Use] = {}  # the sources of uses that stayed attached
         self.tap_nodes: set[Node] = set()  # the outputs of certain uses
+        self.opaque = False  # a tensor of the batch came out of something that was not seen
         self._strong: dict[int, ref] = {}
         self._tags: dict[int, tuple[ref, mixing.Tag]] = {}
         self._carriers: dict[int, tuple[ref, int, str | None]] = {}
@@ -79,6 +80,7 @@ class Tensors:
         kind = None
         for node in graph_nodes([t.grad_fn]):
             if node in self.tap_nodes:
+                self.opaque = True
                 self.mark_strong(t)
                 return None
             if node in self.alias_nodes:

@@ -15,7 +15,7 @@ from eachgrad.rules.registry import NeedsLoop, rule
 _OPS: list[Callable] = [
     torch.Tensor.__getitem__, torch.gather, torch.Tensor.gather, torch.take, torch.Tensor.take, torch.take_along_dim,
     torch.Tensor.take_along_dim, torch.index_select, torch.Tensor.index_select, torch.cdist, F.cosine_similarity,
-    F.pairwise_distance, torch.baddbmm, torch.Tensor.baddbmm, torch.addbmm, torch.addmv, torch.addr, torch.outer, torch.outer,
+    F.pairwise_distance, torch.baddbmm, torch.Tensor.baddbmm, torch.addbmm, torch.addmv, torch.addr, torch.outer,
     torch.inner, torch.dot, torch.kron, torch.cross, torch.linalg.cross, torch.cat, torch.stack, torch.hstack,
     torch.vstack, torch.index_add, torch.Tensor.index_add, torch.index_copy,
     torch.Tensor.index_copy, torch.scatter, torch.Tensor.scatter, torch.scatter_add, torch.Tensor.scatter_add,

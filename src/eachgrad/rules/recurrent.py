@@ -65,24 +65,30 @@ def _gru_hidden(g: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, z
 
 @dataclass(frozen=True)
 class _Steps:
-    """Which rows of a flat (N, ...) sequence each step takes: `sizes[t]` of them, in order."""
+    """Which rows of a flat (N, ...) sequence each step takes: `sizes[t]` of them, in order.
+
+    `sizes` never grow: the sequences are ordered by length, as in a PackedSequence.
+    """
 
     sizes: tuple[int, ...]
-    previous: Tensor  # (N,) the row one step earlier, or N + j for the initial state of sequence j
-    mirror: Tensor  # (N,) the row of the same sequence at the opposite end
 
+    @property
+    def uniform(self) -> bool:
+        return len(set(self.sizes)) == 1
 
-def _steps(sizes: Sequence[int], device: torch.device) -> _Steps:
-    """`sizes` never grow: the sequences are ordered by length, as in a PackedSequence."""
-    counts = torch.tensor(sizes)
-    T, B, N = len(sizes), int(sizes[0]), int(counts.sum())
-    starts = counts.cumsum(0) - counts
-    step = torch.arange(T).repeat_interleave(counts)  # (N,)
-    sequence = torch.arange(N) - starts[step]
-    lengths = (counts[:, None] > torch.arange(B)).sum(0)
-    previous = torch.where(step > 0, starts[(step - 1).clamp(min=0)], N) + sequence
-    mirror = starts[lengths[sequence] - 1 - step] + sequence
-    return _Steps(tuple(sizes), previous.to(device), mirror.to(device))
+    def reversed(self, rows: Tensor) -> Tensor:
+        """Each sequence from its end to its beginning, in the same places."""
+        if self.uniform:
+            return rows.unflatten(0, (len(self.sizes), self.sizes[0])).flip(0).flatten(0, 1)
+        return rows[self._mirror().to(rows.device)]
+
+    def _mirror(self) -> Tensor:
+        counts = torch.tensor(self.sizes)
+        starts = counts.cumsum(0) - counts
+        step = torch.arange(len(counts)).repeat_interleave(counts)  # (N,)
+        sequence = torch.arange(len(step)) - starts[step]
+        lengths = (counts[:, None] > torch.arange(self.sizes[0])).sum(0)
+        return starts[lengths[sequence] - 1 - step] + sequence
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,7 @@ class _Layer:
         w_hh, b_hh = bare(self.w_hh), None if self.b_hh is None else bare(self.b_hh)
         run = self._fused if z.is_cuda else self._scan
         out, final = run(z, w_hh, b_hh, state, steps)
-        previous = torch.cat([out.detach(), state[0].detach().to(out.dtype)])[steps.previous]
+        previous, _ = scan.states(state[0].detach().to(out.dtype), out.detach(), steps.sizes)
         if self.kind == "gru":
             use_at(z, gru_hidden, previous, self.w_hh, self.b_hh, z.detach())
         else:
@@ -128,7 +134,7 @@ class _Layer:
             states = [s.to(z.dtype).unsqueeze(0).contiguous() for s in state]
             hx = states if self.kind == "lstm" else states[0]
             op = getattr(torch, self.kind)
-            if len(set(steps.sizes)) == 1:
+            if steps.uniform:
                 z = z.view(len(steps.sizes), steps.sizes[0], -1)
                 out, *final = op(z, hx, weights, biases, 1, 0.0, True, False, False)
                 out = out.flatten(0, 1)
@@ -188,11 +194,11 @@ def _run(kind: str, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     call: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
     if packed:
         x, sizes = call["data"], call["batch_sizes"].tolist()
-        out, final = _layers(kind, call, x, _steps(sizes, x.device))
+        out, final = _layers(kind, call, x, _Steps(tuple(sizes)))
         return out, *final
     x = call["input"].transpose(0, 1) if call["batch_first"] else call["input"]
     T, B = x.shape[:2]
-    out, final = _layers(kind, call, x.flatten(0, 1), _steps([B] * T, x.device))
+    out, final = _layers(kind, call, x.flatten(0, 1), _Steps((B,) * T))
     out = out.view(T, B, -1)
     return out.transpose(0, 1) if call["batch_first"] else out, *final
 
@@ -209,13 +215,12 @@ def _layers(kind: str, call: dict, x: Tensor, steps: _Steps) -> tuple[Tensor, tu
             k = layer * directions + direction
             one = _layer(kind, params[k * per : (k + 1) * per], call["has_biases"])
             state = tuple(s[k] for s in hx)
-            rows = x[steps.mirror] if direction else x
-            out, final = one(rows, state, steps)
-            outs.append(out[steps.mirror] if direction else out)
+            out, final = one(steps.reversed(x) if direction else x, state, steps)
+            outs.append(steps.reversed(out) if direction else out)
             finals.append(final)
         x = torch.cat(outs, -1) if directions == 2 else outs[0]
         if call["dropout"] and call["train"] and layer + 1 < call["num_layers"]:
-            shape = (len(steps.sizes), steps.sizes[0], -1) if len(set(steps.sizes)) == 1 else x.shape
+            shape = (len(steps.sizes), steps.sizes[0], -1) if steps.uniform else x.shape
             x = F.dropout(x.view(shape), call["dropout"], True).view(x.shape)
     return x, tuple(torch.stack(states) for states in zip(*finals, strict=True))
 

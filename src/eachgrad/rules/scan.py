@@ -22,7 +22,7 @@ def _slices(sizes: Sequence[int]) -> list[slice]:
     return found
 
 
-def _states(h0: Tensor, rows: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+def states(h0: Tensor, rows: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The state before each row, (N, H), and the last one of each sequence, (B, H)."""
     steps = _slices(sizes)
     before = torch.cat([h0, *(rows[step][: sizes[t + 1]] for t, step in enumerate(steps[:-1]))])
@@ -72,8 +72,8 @@ class LSTM(_Scan):
             i, f, g, o = gate.chunk(4, 1)
             c = torch.mul(f, c[:n], out=c_rows[step]).addcmul_(i, g)
             h = torch.mul(o, torch.tanh(c, out=tanh_c[step]), out=rows[step])
-        before_c, last_c = _states(c0, c_rows, sizes)
-        before_h, last_h = _states(h0, rows, sizes)
+        before_c, last_c = states(c0, c_rows, sizes)
+        before_h, last_h = states(h0, rows, sizes)
         ctx.save_for_backward(gates, tanh_c, before_c, before_h, w_hh)
         ctx.sizes = sizes
         return rows, last_h, last_c
@@ -118,7 +118,7 @@ class GRU(_Scan):
             candidate[step] = hidden[:, 2 * H :]
             new.addcmul_(r, hidden[:, 2 * H :]).tanh_()
             h = torch.lerp(new, h[:n], u, out=rows[step])
-        before, last = _states(h0, rows, sizes)
+        before, last = states(h0, rows, sizes)
         ctx.save_for_backward(gates, candidate, before, w_hh)
         ctx.sizes = sizes
         return rows, last
@@ -157,7 +157,7 @@ class RNN(_Scan):
         for step, n in zip(_slices(sizes), sizes, strict=True):
             row = rows[step].addmm_(h[:n], w)
             h = row.relu_() if relu else row.tanh_()
-        before, last = _states(h0, rows, sizes)
+        before, last = states(h0, rows, sizes)
         ctx.save_for_backward(rows, before, w_hh)
         ctx.sizes, ctx.relu = sizes, relu
         return rows, last

@@ -1,0 +1,121 @@
+"""Gradient: the B gradients of one parameter, and the queries over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from eachgrad.blocks import Block
+from eachgrad.blocks.base import real_dtype
+
+if TYPE_CHECKING:
+    from eachgrad.use import Use
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The B gradients of one parameter, in whatever form they came."""
+
+    name: str
+    parameter: Tensor
+    block: Block | None  # None: the loss does not depend on the parameter
+    batch_size: int
+    guards: tuple[Use, ...] = field(default=(), repr=False)  # what must not have changed since
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.batch_size, *self.parameter.shape))
+
+    def dense(self) -> Tensor:
+        """The gradients themselves, (B, *shape), in the parameter's dtype."""
+        block = self.checked()
+        if block is None:
+            return self.parameter.detach().new_zeros(self.shape)
+        return block.dense().to(self.parameter.dtype)
+
+    def squared_norms(self, precise: bool = False) -> Tensor:
+        """(B,), in float32 or better; `precise`: all the digits even where positions or uses cancel."""
+        block = self.checked()
+        return self._zeros(self.batch_size) if block is None else self._real(block.squared_norms(precise))
+
+    def norms(self) -> Tensor:
+        """(B,), in float32 or better."""
+        return self.squared_norms().sqrt()
+
+    def weighted_sum(self, c: Tensor) -> Tensor:
+        """sum_i c[i] g[i], (*shape), in the parameter's dtype; (K, *shape) for c (K, B)."""
+        if c.ndim not in (1, 2) or c.shape[-1] != self.batch_size:
+            raise ValueError(
+                f"one weight per sample is ({self.batch_size},) or (K, {self.batch_size}), not {tuple(c.shape)}"
+            )
+        block, c = self.checked(), c.to(self.parameter.device)
+        # No samples, or no sums, are no case for the blocks.
+        if block is None or not c.numel():
+            return self.parameter.detach().new_zeros(*c.shape[:-1], *self.parameter.shape)
+        value = block.weighted_sum(c) if c.ndim == 1 else block.weighted_sums(c)
+        return value.to(self.parameter.dtype)
+
+    def dot(self, direction: Tensor) -> Tensor:
+        """<g[i], v>, real part: (B,) for v (*shape), (B, K) for v (K, *shape)."""
+        many = direction.ndim > self.parameter.ndim
+        directions = direction.detach() if many else direction.detach()[None]
+        block = self.checked()
+        if block is None or not directions.numel():
+            value = self._zeros(self.batch_size, len(directions))
+        else:
+            value = self._real(block.dot(directions.to(self.parameter.device)))
+        return value if many else value[:, 0]
+
+    def gram(self, other: Gradient) -> Tensor:
+        """<g[i], h[j]> with the gradients of the same parameter for other samples, real part: (B, B')."""
+        if self.parameter.shape != other.parameter.shape:
+            shapes = tuple(self.parameter.shape), tuple(other.parameter.shape)
+            raise ValueError(f"{self.name!r} has the shape {shapes[0]} on one side and {shapes[1]} on the other")
+        block, theirs = self.checked(), other.checked()
+        if block is None or theirs is None or not self.parameter.numel():
+            return self._zeros(self.batch_size, other.batch_size)
+        return self._real(block.gram(theirs))
+
+    def mean(self) -> Tensor:
+        """(1/B) sum_i g[i], (*shape), in the parameter's dtype."""
+        ones = torch.ones(self.batch_size, dtype=real_dtype(self.parameter.dtype))
+        return self.weighted_sum(ones / self.batch_size)
+
+    def sum_of_squares(self, center: Tensor | None = None) -> Tensor:
+        """sum_i |g[i] - center|^2, element by element, (*shape), in float32 or better."""
+        shape, block = self.parameter.shape, self.checked()
+        if block is None or not self.parameter.numel():
+            return self._zeros(*shape)
+        return self._real(block.sum_of_squares(center)).reshape(shape)
+
+    def take(self, index: Tensor) -> Gradient:
+        """The gradients of the samples in `index` alone."""
+        block = self.checked()
+        index = index.to(self.parameter.device)
+        return replace(self, block=block and block.take(index), batch_size=len(index))
+
+    def checked(self) -> Block | None:
+        """The block, if nothing it was made of has been changed since."""
+        for use in self.guards if self.block is not None else ():
+            use.check_versions()
+        return self.block
+
+    def _real(self, value: Tensor) -> Tensor:
+        return value.to(real_dtype(self.parameter.dtype))
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=real_dtype(self.parameter.dtype), device=self.parameter.device)
+
+    def __repr__(self) -> str:
+        kind = "unused" if self.block is None else type(self.block).__name__
+        return f"Gradient({self.name!r}, {tuple(self.shape)}, {kind})"
+
+
+def total(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of one tensor per parameter, on the first one's device, in the widest dtype."""
+    dtype = max((part.dtype for part in parts), key=lambda d: torch.finfo(d).bits)
+    return torch.stack([part.to(device=parts[0].device, dtype=dtype) for part in parts]).sum(0)

@@ -1,0 +1,68 @@
+"""Plans: layouts that were measured once and hold for every forward that runs the same ops.
+
+Where the samples lie is decided by the ops that ran, their shapes and their options, unless an op moves rows
+by an index or by values. A forward without such ops gets a signature; the layouts found for it are used
+again, and measured again at the 2nd, 4th, 8th, ... call, in case something mixes samples only now and then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from eachgrad import layout as lay
+from eachgrad.solve import Solved
+from eachgrad.use import Use
+
+_KEPT = 16  # plans a model may have; the oldest goes first
+
+
+@dataclass
+class Plan:
+    """The layout of every use, in the order of the forward; None for a use without a gradient."""
+
+    layouts: list[lay.Layout | None]
+    calls: int = 1
+
+    def is_due(self) -> bool:
+        """Whether this call measures the layouts again."""
+        self.calls += 1
+        return self.calls & (self.calls - 1) == 0
+
+    def apply(self, uses: list[Use], plain: list[Tensor | None]) -> list[Solved] | None:
+        """The uses of another forward, each with the layout of its place; None if they do not match."""
+        if [g is not None for g in plain] != [place is not None for place in self.layouts]:
+            return None
+        triples = zip(uses, plain, self.layouts, strict=True)
+        return [Solved(use, g, place) for use, g, place in triples if g is not None]
+
+
+_plans: WeakKeyDictionary[nn.Module, dict[Hashable, Plan]] = WeakKeyDictionary()
+
+
+def find(model: nn.Module, key: Hashable) -> Plan | None:
+    """The plan to use for this forward, or None: measure."""
+    plan = _plans.get(model, {}).get(key)
+    return None if plan is None or plan.is_due() else plan
+
+
+def keep(model: nn.Module, key: Hashable, uses: list[Use], plain: list[Tensor | None], found: list[Solved]) -> None:
+    """Remember what was measured, if it is regular and certain enough to hold for the next forward."""
+    certain = all(use.strong for use in uses) and all(_is_regular(item.layout) for item in found)
+    kept = _plans.setdefault(model, {})
+    if not certain:
+        kept.pop(key, None)
+        return
+    layouts = {id(item.use): item.layout for item in found}
+    plan = Plan([None if g is None else layouts.get(id(use)) for use, g in zip(uses, plain, strict=True)])
+    plan.calls = kept[key].calls if key in kept else 1
+    kept[key] = plan
+    while len(kept) > _KEPT:
+        del kept[next(iter(kept))]
+
+
+def _is_regular(layout: lay.Layout | None) -> bool:
+    return isinstance(layout, lay.Along) and (layout.fold is None or layout.fold.kind != "ragged")

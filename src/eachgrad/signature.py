@@ -1,0 +1,50 @@
+"""What a forward has run, as one number: two forwards with the same number place their samples alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Ops that move rows to where a tensor says; with such a tensor a forward has no signature.
+_INDEXED = set(
+    """
+    __getitem__ __setitem__ index_select gather take take_along_dim scatter scatter_ scatter_add scatter_add_ index_add
+    index_add_ index_copy index_copy_ index_put index_put_ masked_select masked_scatter index_fill scatter_reduce
+    repeat_interleave _pack_padded_sequence _pad_packed_sequence lstm gru rnn_tanh rnn_relu
+    """.split()
+)
+_BY_VALUE = {"sort", "argsort", "topk", "kthvalue", "unique", "nonzero", "msort"}
+
+
+class Signature:
+    """What a forward has run so far, as one number; None once it depends on data."""
+
+    def __init__(self) -> None:
+        self.value: int | None = 0
+
+    def add(self, func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor]) -> None:
+        if self.value is None:
+            return
+        name = getattr(func, "__name__", "")
+        indexed = name in _INDEXED and any(not t.is_floating_point() and not t.is_complex() for t in tensors)
+        if indexed or name in _BY_VALUE:
+            self.value = None
+            return
+        self.value = hash((self.value, func, _describe(args), _describe(kwargs)))
+
+
+def _describe(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, (tuple, list)):
+        return tuple(_describe(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, _describe(item)) for key, item in value.items())
+    if isinstance(value, slice):
+        return "slice", _describe(value.start), _describe(value.stop), _describe(value.step)
+    if value is None or isinstance(value, (int, float, str, bool, complex, torch.dtype, torch.device)):
+        return value
+    return repr(type(value)), repr(value)
