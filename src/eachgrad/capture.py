@@ -72,7 +72,10 @@ class Recorder(TorchFunctionMode):
         if not found or func in PASSIVE:
             return func(*args, **kwargs)
         if not torch.is_grad_enabled():
-            return self._passed(func, args, kwargs, any(self.tensors.is_strong(t) for t in found))
+            strong = any(self.tensors.is_strong(t) for t in found)
+            if strong:
+                self.signature.add(func, args, kwargs, found)
+            return self._passed(func, args, kwargs, strong)
         carriers: list[tuple[Tensor, str]] = []
         strong = False
         for t in found:

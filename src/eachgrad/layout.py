@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ class Along:
 
     dim: int
     fold: Fold | None = None
+    alone: bool = field(default=True, compare=False)  # no other regular layout fits the numbers as well
 
 
 @dataclass(frozen=True)
@@ -156,17 +157,12 @@ def find(evidence: Evidence) -> Layout:
     B, plain = evidence.marks.powers.shape[1], evidence.plain
     shape = plain.shape
     _check_range(evidence)
-    clear = bool(plain.isfinite().all())
-    fitting: list[Layout] = []
-    for layout in regular(B, shape, plain.device):
-        if evidence.agrees(layout):
-            if clear:
-                return layout
-            fitting.append(layout)
+    fitting = [layout for layout in regular(B, shape, plain.device) if evidence.agrees(layout)]
     if fitting:
-        if len(fitting) > 1:
+        if len(fitting) > 1 and not bool(plain.isfinite().all()):
             raise Unclear("the gradients of some samples are not finite, and the others do not tell where samples lie")
-        return fitting[0]
+        # Where several fit they differ only in zeros: any of them is right for these numbers.
+        return replace(fitting[0], alone=len(fitting) == 1)
     for dim in range(len(shape)):
         try:
             owner = evidence.owners(dim)

@@ -65,4 +65,4 @@ def keep(model: nn.Module, key: Hashable, uses: list[Use], plain: list[Tensor | 
 
 
 def _is_regular(layout: lay.Layout | None) -> bool:
-    return isinstance(layout, lay.Along) and (layout.fold is None or layout.fold.kind != "ragged")
+    return isinstance(layout, lay.Along) and layout.alone and (layout.fold is None or layout.fold.kind != "ragged")
