@@ -664,7 +664,7 @@ def test_both_names_of_a_tied_parameter():
 # Queries
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (B + 1,), (B, 1), (1, B)])
+@pytest.mark.parametrize("shape", [(), (1,), (B + 1,), (B, 1), (1, 1, B)])
 def test_weights_of_another_shape(shape):
     grads = per_sample(mlp(), torch.randn(B, T, d))
     with pytest.raises(ValueError, match=rf"one weight per sample is \({B},\)"):

@@ -117,7 +117,7 @@ def op_of(function: Callable) -> str:
 def off(value: Any) -> Any:
     """The same, 1% larger: a tensor, a block, all of a dict, the first of a tuple."""
     if isinstance(value, Tensor):
-        return value * OFF
+        return value * OFF if value.is_floating_point() or value.is_complex() else value  # an index stays one
     if isinstance(value, tuple):
         return (off(value[0]), *value[1:])
     if isinstance(value, dict):

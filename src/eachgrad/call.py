@@ -280,7 +280,7 @@ class _Call:
         scale = self.B if self.reduction == "mean" else 1
         for name, p in named_trainable(self.tape.model).items():
             value = self.sums.pop(name, None)
-            value = p.detach().new_zeros(self.B, *p.shape) if value is None else (value * scale).to(p.dtype)
+            value = p.detach().new_zeros((self.B, *p.shape)) if value is None else (value * scale).to(p.dtype)
             old = getattr(p, "grad_sample", None)
             if old is not None:
                 before = _delivered.get(p, (None, None))

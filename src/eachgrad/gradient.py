@@ -55,7 +55,7 @@ class Gradient:
         block, c = self.checked(), c.to(self.parameter.device)
         # No samples, or no sums, are no case for the blocks.
         if block is None or not c.numel():
-            return self.parameter.detach().new_zeros(*c.shape[:-1], *self.parameter.shape)
+            return self.parameter.detach().new_zeros((*c.shape[:-1], *self.parameter.shape))
         value = block.weighted_sum(c) if c.ndim == 1 else block.weighted_sums(c)
         return value.to(self.parameter.dtype)
 
@@ -91,6 +91,11 @@ class Gradient:
         if block is None or not self.parameter.numel():
             return self._zeros(*shape)
         return self._real(block.sum_of_squares(center)).reshape(shape)
+
+    def kept(self) -> Gradient:
+        """The same gradients, dense where that is no larger than their factors: for several queries in a row."""
+        block = self.checked()
+        return replace(self, block=block and block.kept())
 
     def take(self, index: Tensor) -> Gradient:
         """The gradients of the samples in `index` alone."""

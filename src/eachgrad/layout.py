@@ -37,7 +37,7 @@ class Along:
 
     dim: int
     fold: Fold | None = None
-    alone: bool = field(default=True, compare=False)  # no other regular layout fits the numbers as well
+    alone: bool = field(default=True, compare=False, repr=False)  # no other regular layout fits the numbers as well
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,9 @@ def _misread(item: Solved, inputs: Sequence[Tensor], batch_dim: int, B: int) -> 
     if isinstance(place, lay.Along) and not rule.is_dense and not rule.takes_batch_dim:
         lead = rule.lead(item.g, rule.bind(item.use.args, item.use.kwargs))
         whole = any(_same_storage(t, leaf) and t.numel() >= leaf.numel() for t in read for leaf in inputs)
-        if whole and place.alone and place.dim >= lead and B > 1:  # every sample of the input would be in every sample of the output
+        if (
+            whole and place.alone and place.dim >= lead and B > 1
+        ):  # every sample of the input would be in every sample of the output
             return True
     return place is not None and not all(
         _reads_as_it_lies(t, leaf, item.g, place, batch_dim, B) for t in read for leaf in inputs

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
 # Largest (B, n) slice of dense gradients that a query makes at a time, in elements: 16 MiB in float32.
 # A choice of memory, not of speed.
 TILE = 1 << 22
+
+# A norm of more numbers than this is put together from norms of so many: over 4 million numbers in float32
+# vector_norm came out 7e-5 too small (torch 2.13, CPU), which would break a clipping bound.
+RUN = 1024
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -126,6 +129,10 @@ class Block:
             total = total + part @ (value @ right.mT)
         return total
 
+    def kept(self) -> Block:
+        """The same gradients in the form that serves several queries in a row: dense where that is no larger."""
+        return self
+
     def support(self) -> tuple[Block, Tensor | None]:
         """A block of the numbers that some sample does not leave at zero, and their places (None: all)."""
         return self, None
@@ -164,8 +171,13 @@ def recomputed(total: Tensor, bound: Tensor, exact: Callable[[Tensor], Tensor], 
 
 def squared_norms(value: Tensor) -> Tensor:
     """(B, *shape) -> (B,), accumulated in float32 or better."""
-    flat = value.reshape(len(value), -1)
-    return torch.linalg.vector_norm(flat, dim=1, dtype=accumulation_dtype(flat.dtype)).square()
+    flat, dtype = value.reshape(len(value), -1), accumulation_dtype(value.dtype)
+    runs = flat.shape[1] // RUN
+    rest = torch.linalg.vector_norm(flat[:, runs * RUN :], dim=1, dtype=dtype).square()
+    if not runs:
+        return rest
+    whole = flat[:, : runs * RUN].unflatten(1, (runs, RUN))
+    return rest + torch.linalg.vector_norm(whole, dim=2, dtype=dtype).square().sum(1)
 
 
 def dots(left: Tensor, right: Tensor) -> Tensor:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from eachgrad.blocks.base import Block, Fold, accumulation_dtype, dots, recomputed, squared_norms
+from eachgrad.blocks.base import Block, Dense, Fold, accumulation_dtype, dots, recomputed, squared_norms
 
 # Largest (chunk, p, d) buffer of the direct norm route, in elements: bounds its memory at 32 MiB in
 # float32 whatever B is. A choice of memory, not of speed.
@@ -30,6 +31,11 @@ class Outer(Block):
 
     def take(self, index: Tensor) -> Outer:
         return Outer(self.left[index], self.right[index], self.shape)
+
+    def kept(self) -> Block:
+        p, d = self.matrix
+        # One product in all, instead of one for the norms and one for the sum.
+        return Dense(self.dense()) if p * d <= self.left.shape[1] * (p + d) else self
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -99,10 +105,10 @@ class Outer(Block):
 
     def gram(self, other: Block) -> Tensor:
         if isinstance(other, Outer) and self.left.shape[1] == other.left.shape[1] == 1 and self.matrix == other.matrix:
-            dtype = accumulation_dtype(torch.promote_types(self.left.dtype, self.right.dtype))
-            pairs = ((self.left, other.left), (self.right, other.right))
-            left, right = (a[:, 0].to(dtype) @ b[:, 0].to(dtype).mH for a, b in pairs)
-            return (left * right).real
+            factors = (self.left, other.left, self.right, other.right)
+            dtype = accumulation_dtype(reduce(torch.promote_types, (t.dtype for t in factors)))
+            a, b, c, e = (t[:, 0].to(dtype) for t in factors)
+            return ((a @ b.mH) * (c @ e.mH)).real
         return super().gram(other)
 
     def sum_of_squares(self, center: Tensor | None = None) -> Tensor:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eachgrad.blocks.base import Block, Fold, accumulation_dtype, squared_norms
+from eachgrad.blocks.base import Block, Dense, Fold, accumulation_dtype, squared_norms
 from eachgrad.blocks.outer import DIRECT_CHUNK
 
 
@@ -64,6 +65,14 @@ class Patches(Block):
     def fold(self, fold: Fold) -> Patches:
         return Patches(fold.join(self.x).flatten(1, 2), fold.join(self.g).flatten(1, 2), self.geometry)
 
+    def kept(self) -> Block:
+        # One unfolding in all, instead of one for the norms and one for the sum.
+        factors = (self.x.numel() + self.g.numel()) // len(self.g)
+        return Dense(self._in_chunks()) if math.prod(self.shape) <= factors else self
+
+    def _in_chunks(self) -> Tensor:
+        return torch.cat([self._direct(x, g) for x, g in self._split(self.g, self._step())])
+
     def take(self, index: Tensor) -> Patches:
         return Patches(self.x[index], self.g[index], self.geometry)
 
@@ -72,14 +81,14 @@ class Patches(Block):
         g = self.g * c.to(self.g.dtype).view(-1, *[1] * (self.g.ndim - 1))
         step = self._step()
         parts = (self._direct(x.flatten(0, 1)[None], s.flatten(0, 1)[None]) for x, s in self._split(g, step))
-        return torch.stack([part[0] for part in parts]).sum(0)
+        return reduce(torch.add, (part[0] for part in parts))
 
     def weighted_sums(self, c: Tensor) -> Tensor:
         # Several sums share one unfolding.
         step = self._step()
         parts = (self._direct(x, g) for x, g in self._split(self.g, step))
         pairs = zip(c.split(step, dim=1), parts, strict=True)
-        return torch.stack([torch.tensordot(w.to(part.dtype), part, dims=1) for w, part in pairs]).sum(0)
+        return reduce(torch.add, (torch.tensordot(w.to(part.dtype), part, dims=1) for w, part in pairs))
 
     def squared_norms(self, precise: bool = False) -> Tensor:
         return torch.cat([squared_norms(self._direct(x, g)) for x, g in self._split(self.g, self._step())])
@@ -101,14 +110,13 @@ class Patches(Block):
         return value[:, start - first * row : stop - first * row]
 
     def dot(self, directions: Tensor) -> Tensor:
-        # Several directions share one unfolding.
-        if len(directions) > 1:
-            return super().dot(directions)
         dtype = torch.promote_types(torch.promote_types(self.x.dtype, self.g.dtype), directions.dtype)
-        dtype = accumulation_dtype(dtype)
-        x, g, weight = (t.to(dtype) for t in (self.x, self.g, directions[0].conj().resolve_conj()))
-        out = self.geometry.convolve(x.flatten(0, 1), weight, g.shape[3:]).view_as(g.flatten(0, 1))
-        return (out * g.flatten(0, 1)).real.reshape(len(x), -1).sum(1, keepdim=True)
+        # Several directions share one unfolding; torch.convolution takes no complex numbers.
+        if len(directions) > 1 or dtype.is_complex:
+            return super().dot(directions)
+        x, g, weight = (t.to(accumulation_dtype(dtype)) for t in (self.x, self.g, directions[0]))
+        out = self.geometry.convolve(x.flatten(0, 1), weight, g.shape[3:])
+        return (out * g.flatten(0, 1)).reshape(len(x), -1).sum(1, keepdim=True)
 
     def _split(self, g: Tensor, step: int):
         return zip(self.x.split(step), g.split(step), strict=True)

@@ -46,7 +46,7 @@ class Rows(Block):
         return len(self.index), self.size, self.value.shape[2]
 
     def slice(self, start: int, stop: int) -> Tensor:
-        B, T, d = self.value.shape
+        d = self.value.shape[2]
         first, last = start // d, -(-stop // d)
         inside = (self.index >= first) & (self.index < last)
         index = torch.where(inside, self.index - first, 0)
