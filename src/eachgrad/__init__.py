@@ -1,5 +1,6 @@
 """eachgrad: answers about each sample's gradient, from one ordinary batched backward."""
 
+from eachgrad import expanded_weights, testing
 from eachgrad.blocks import Block, Dense, Outer, Patches, Rows, Sum
 from eachgrad.call import call_for_per_sample_grads
 from eachgrad.errors import CaptureError, EachgradError, UnsupportedOp
@@ -12,6 +13,6 @@ from eachgrad.tape import Tape, record
 __version__ = "0.1.0"
 __all__ = [
     "Block", "CaptureError", "Dense", "EachgradError", "Gradient", "NoiseScale", "Outer", "Patches", "PerSampleGrads",
-    "Receipt", "Rows", "Sum", "Tape", "UnsupportedOp", "Verification", "call_for_per_sample_grads", "record", "rule",
-    "verify", "via_vmap",
+    "Receipt", "Rows", "Sum", "Tape", "UnsupportedOp", "Verification", "call_for_per_sample_grads", "expanded_weights",
+    "record", "rule", "testing", "verify", "via_vmap",
 ]  # fmt: skip

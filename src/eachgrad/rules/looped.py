@@ -22,6 +22,8 @@ _OPS: list[Callable] = [
     torch.chain_matmul, torch.linalg.multi_dot, torch.linalg.solve, F.kl_div, F.mse_loss, F.l1_loss, F.smooth_l1_loss,
     F.huber_loss, torch.dist, torch.renorm, F.grid_sample, torch.polar, torch.complex,
 ]  # fmt: skip
+# Experts of one layer in one product; private, or not there, in some versions of torch.
+_OPS += [op for op in (getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)) if op is not None]
 
 
 @rule(*_OPS, samples=())
