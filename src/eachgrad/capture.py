@@ -250,12 +250,13 @@ class Recorder(TorchFunctionMode):
     @contextmanager
     def replay(self) -> Iterator[None]:
         """Active during a backward: what a checkpoint runs again must run as it did the first time."""
-        before, self.replaying = self.replaying, True
+        before = self.replaying, self.paused
+        self.replaying, self.paused = True, False
         try:
             with self:
                 yield
         finally:
-            self.replaying = before
+            self.replaying, self.paused = before
 
     def _add(self, use: Use) -> None:
         # A weak reference: autograd would keep a strong one, and everything recorded, alive.
