@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -72,8 +74,10 @@ class Tape:
             self.model.register_forward_pre_hook(self._entering, with_kwargs=True),
             self.model.register_forward_hook(self._leaving),
         ]
-        # What the user compiled runs as it is written, so that its ops can be seen.
-        self._eager = torch.compiler.set_stance("force_eager")
+        # What the user compiled runs as it is written, so that its ops can be seen. Without the compiler loaded
+        # there is nothing compiled, and loading it takes seconds.
+        loaded = "torch._dynamo" in sys.modules
+        self._eager = torch.compiler.set_stance("force_eager") if loaded else nullcontext()
         self._eager.__enter__()
         self.recorder.__enter__()
         _active.tape, self._state = self, "recording"
