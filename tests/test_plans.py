@@ -91,6 +91,20 @@ def test_rows_moved_by_an_index_leave_no_plan(measured):
     assert len(measured) == 5
 
 
+def test_rows_looked_up_like_an_embedding_leave_no_plan(measured):
+    order = [torch.arange(B)]
+
+    def forward(m, x):
+        moved = F.embedding(order[0], m.a(x))
+        return F.embedding(order[0].argsort(), m.b(moved))
+
+    model, x = Net(forward), torch.randn(B, D)
+    want = loop(nn.Sequential(model.a, model.b), squares, [(x[i : i + 1],) for i in range(B)])
+    for permutation in ([0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3], [3, 0, 2, 1]):
+        order[0] = torch.tensor(permutation)
+        assert_same(dict(zip(want, answer(model, x).values(), strict=True)), want, 1e-10)
+
+
 def test_what_is_not_seen_leaves_no_plan(measured):
     class Hidden(torch.autograd.Function):
         @staticmethod

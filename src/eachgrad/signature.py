@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Ops that move rows to where a tensor says; with such a tensor a forward has no signature.
 _INDEXED = set(
@@ -16,6 +16,7 @@ _INDEXED = set(
     repeat_interleave _pack_padded_sequence _pad_packed_sequence lstm gru rnn_tanh rnn_relu
     """.split()
 )
+_LOOK_UPS = {"embedding", "embedding_bag"}
 _BY_VALUE = {"sort", "argsort", "topk", "kthvalue", "unique", "nonzero", "msort"}
 
 
@@ -30,6 +31,8 @@ class Signature:
             return
         name = getattr(func, "__name__", "")
         indexed = name in _INDEXED and any(not t.is_floating_point() and not t.is_complex() for t in tensors)
+        if name in _LOOK_UPS:  # of a parameter's rows it moves none of the batch
+            indexed = not any(isinstance(t, nn.Parameter) for t in tensors)
         if indexed or name in _BY_VALUE:
             self.value = None
             return
