@@ -26,12 +26,7 @@ from oracle import assert_same, loop
 B, T, d = 4, 3, 5
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def scores(model, *batch):

@@ -12,12 +12,7 @@ from oracle import assert_same, loop
 B, T, D = 4, 4, 4  # every size is B
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 class Net(nn.Module):

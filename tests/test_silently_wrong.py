@@ -15,12 +15,7 @@ from oracle import loop as loop_over
 B, T, D = 4, 4, 3  # T == B on purpose
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def loop(model, losses, batch, batch_dim=0):

@@ -12,7 +12,11 @@ from torch.overrides import resolve_name
 
 
 def op_name(func: Callable) -> str:
-    return resolve_name(func) or getattr(func, "__qualname__", repr(func))
+    """What to call a function in a message, so that it can be pasted into code."""
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return f"torch.ops.{func}"
+    name = resolve_name(func) or getattr(func, "__qualname__", repr(func))
+    return name.replace("_VariableFunctionsClass.", "torch.")
 
 
 def call_site() -> str:
