@@ -1266,3 +1266,15 @@ def test_a_copy_of_a_recorded_model():
 def test_rules_are_found_for_a_custom_op_and_its_overload():
     assert as_called(scale_rows) is torch.ops.eachgrad_tests.scale_rows.default
     assert as_called(torch.ops.eachgrad_tests.scale_rows) is as_called(scale_rows)
+
+
+@pytest.mark.parametrize("samples", [6, 20, 70])
+def test_float16_between_the_taps_gets_smaller_marks(samples):
+    body = lambda m, x: m.b(m.a(x).half().to(x.dtype).tanh())  # noqa: E731
+    model, x = Net(body, a=nn.Linear(d, d), b=nn.Linear(d, 2)).float(), torch.randn(samples, d).float()
+    losses = lambda m, x: (3 * m(x)).sin().sum(1)  # noqa: E731
+    with record(model) as tape:
+        values = losses(model, x)
+    want = loop(model, losses, [(x[i : i + 1],) for i in range(samples)])
+    # The gradient is rounded to float16 on its way, in the same place for both.
+    assert_same(tape.backward(values).dense(), want, 1e-3)

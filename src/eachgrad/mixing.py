@@ -57,7 +57,7 @@ def follow(func: Callable, args: tuple, kwargs: dict, out: Any, tagged: Sequence
     assert isinstance(dim, int)
     if name in _OVER and t is args[0]:
         return _reduced(name, args, kwargs, t, dim, first)
-    if name in _SAME and first.ndim >= t.ndim - (name == "flatten"):
+    if name in _SAME and first.ndim >= t.ndim:
         return dim
     if name in _BINARY:
         from_right = {s.ndim - k for s, k in tagged if isinstance(k, int)}

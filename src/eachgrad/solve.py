@@ -142,7 +142,19 @@ def marked(passes: Passes, roots: list[Tensor], weights: Callable[[lay.Marks, in
     """Run the marked passes: as many as it takes to tell B samples apart."""
     if B == 1:
         return Marked(None, [])
-    marks = lay.marks(B, {use.tap.dtype for use in passes.recorder.uses} | {t.dtype for t in roots})
+    dtypes = {use.tap.dtype for use in passes.recorder.uses} | {t.dtype for t in roots}
+    found = _marked(passes, roots, weights, lay.marks(B, dtypes))
+    if torch.float16 in dtypes or all(
+        bool(g.isfinite().all()) for row in found.gradients for g in row if g is not None
+    ):
+        return found
+    # Something between the taps works in float16 (a cast, a fused op under autocast): smaller marks, more passes.
+    return _marked(passes, roots, weights, lay.marks(B, {torch.float16}))
+
+
+def _marked(
+    passes: Passes, roots: list[Tensor], weights: Callable[[lay.Marks, int], Weights], marks: lay.Marks
+) -> Marked:
     return Marked(marks, [passes.run(roots, weights(marks, k)) for k in range(marks.passes)])
 
 
