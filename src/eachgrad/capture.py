@@ -27,14 +27,14 @@ from torch.overrides import TorchFunctionMode
 
 from eachgrad.errors import CaptureError, UnsupportedOp
 from eachgrad.functions import DERIVATIVES, EXPANDING, PASSIVE, call_site, can_be_opened, op_name, opened
-from eachgrad.graph import depends, node_of, own_history, replace, same, tensors_in
+from eachgrad.graph import depends, own_history, replace, same, tensors_in
 from eachgrad.rules import BROADCAST, COMPOSITES, RULES
 from eachgrad.rules.broadcast import IN_PLACE
 from eachgrad.rules.recurrent import bare, meet, use_at
 from eachgrad.rules.registry import as_called
 from eachgrad.signature import Signature
 from eachgrad.tensors import Tensors
-from eachgrad.use import Use, autocast_of, version_of
+from eachgrad.use import Begin, Tap, Use, autocast_of, version_of
 
 
 class Recorder(TorchFunctionMode):
@@ -203,7 +203,7 @@ class Recorder(TorchFunctionMode):
         call_args, call_kwargs = replace((args, kwargs), seen)
         out = func(*call_args, **call_kwargs)
         if not out.requires_grad:
-            out.requires_grad_()
+            out = Begin.apply(torch.zeros((), requires_grad=True), out)
         args, kwargs = replace((args, kwargs), stable)
         use = self._use(func, args, kwargs, list(stable.values()), out, strong, aliases)
         use.source_versions += tuple(version_of(t) for t in originals.values())
@@ -214,6 +214,8 @@ class Recorder(TorchFunctionMode):
         self, func: Callable, args: tuple, kwargs: dict, sources: list[Tensor], tap: Tensor, strong: bool,
         aliases: list[Tensor],
     ) -> Use:  # fmt: skip
+        # A weak reference: autograd would keep a strong one, and everything recorded, alive.
+        tap.register_hook(partial(_seen_in_a_derivative, ref(self)))
         own = {id(t) for t in sources}
         others = [t for t in tensors_in((args, kwargs)) if id(t) not in own]
         return Use(
@@ -222,7 +224,7 @@ class Recorder(TorchFunctionMode):
             args=args,
             kwargs=kwargs,
             sources=tuple(sources),
-            tap=tap,
+            tap=Tap.at(tap),
             strong=strong,
             where=call_site(),
             ops_since=self.ops_so_far,
@@ -259,10 +261,8 @@ class Recorder(TorchFunctionMode):
             self.replaying, self.paused = before
 
     def _add(self, use: Use) -> None:
-        # A weak reference: autograd would keep a strong one, and everything recorded, alive.
-        use.tap.register_hook(partial(_seen_in_a_derivative, ref(self)))
         if use.strong:
-            self.tensors.tap_nodes.add(node_of(use.tap))
+            self.tensors.tap_nodes.add(use.tap.node)
         for alias in use.aliases:
             self.tensors.alias_nodes[alias.grad_fn] = use
         if self.on_recompute is not None:

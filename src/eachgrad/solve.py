@@ -50,7 +50,7 @@ class Passes:
             with grads_untouched([*self.leaves, *self.recorder.leaves]):
                 self.stream(roots, weights, found.__setitem__)
             return [found.get(n) for n in range(len(self.recorder.uses))]
-        taps = [use.tap for use in self.recorder.uses]
+        taps = [use.tap.edge for use in self.recorder.uses]
         if not taps:
             return []
         before = [(p.grad, p.grad._version if p.grad is not None else 0) for p in self.recorder.leaves]
@@ -73,7 +73,7 @@ class Passes:
         before, again, handles = self.recorder.uses[: self.recorded], [], []
 
         def watch(n: int, use: Use) -> None:
-            handles.append(use.tap.register_hook(lambda g: hand_over(n, g)))
+            handles.append(use.tap.watch(lambda g: hand_over(n, g)))
 
         def hand_over(n: int, g: Tensor) -> None:
             self.recorder.paused = True
@@ -92,7 +92,7 @@ class Passes:
             watch(n, use)
         self.recorder.on_recompute = recomputed if self.reentrant else None
         try:
-            with self.recorder.replay(), grads_untouched([use.tap for use in before if use.tap.is_leaf]):
+            with self.recorder.replay():
                 _backward(roots, weights, retain_graph=True)
         finally:
             self.recorder.on_recompute = None

@@ -4,13 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from eachgrad.errors import CaptureError
 from eachgrad.functions import op_name
 from eachgrad.rules import Rule
+
+
+@dataclass(frozen=True)
+class Tap:
+    """Where the gradient of an op's output arrives; the output itself is not held."""
+
+    edge: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def at(cls, out: Tensor) -> Tap:
+        return cls(get_gradient_edge(out), out.shape, out.dtype, out.device)
+
+    @property
+    def node(self) -> Any:
+        return self.edge.node
+
+    def watch(self, arrived: Callable[[Tensor], object]) -> Any:
+        """Call `arrived` with the gradient when a backward gets here; returns the handle that ends it."""
+
+        def seen(gradients: tuple[Tensor | None, ...]) -> None:
+            g = gradients[self.edge.output_nr]
+            if g is not None:
+                arrived(g)
+
+        return self.node.register_prehook(seen)
+
+
+class Begin(torch.autograd.Function):
+    """Gives a tensor without a history one, so that its gradient can be asked for; nothing flows on."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, value: Tensor) -> Tensor:
+        return torch.ops.aten._unsafe_view(value, value.shape)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, None]:  # type: ignore[override]
+        return None, None
 
 
 @dataclass(eq=False)
@@ -22,7 +64,7 @@ class Use:
     args: tuple
     kwargs: dict
     sources: tuple[Tensor, ...]
-    tap: Tensor  # the op's output: its gradient decides everything
+    tap: Tap  # the op's output: its gradient decides everything
     strong: bool
     where: str
     ops_since: tuple[str, ...]  # what ran between the use before this one and this one
