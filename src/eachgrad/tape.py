@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from eachgrad import layout as lay
-from eachgrad import lossgraph, plans, scalar
+from eachgrad import lossgraph, recall, scalar
 from eachgrad.capture import Recorder
 from eachgrad.errors import CaptureError
 from eachgrad.grads import Gradient, PerSampleGrads
@@ -119,7 +119,7 @@ class Tape:
         """Every use with the layout of its samples: by the plan of an earlier forward like this one, or measured."""
         signature = None if self.recorder.tensors.opaque or passes.reentrant else self.recorder.signature.value
         key = (signature, B, self.batch_dim, tuple(tuple(use.tap.shape) for use in self.recorder.uses))
-        plan = None if signature is None or B == 1 else plans.find(self.model, key)
+        plan = None if signature is None or B == 1 else recall.find(self.model, key)
         planned = None if plan is None else plan.apply(self.recorder.uses, plain)
         if planned is not None:
             return planned
@@ -127,7 +127,7 @@ class Tape:
         uses = solved(self.recorder, plain, evidence)
         scalar.check_order(self.recorder, uses, self.inputs, self.batch_dim, B)
         if signature is not None and B > 1:
-            plans.keep(self.model, key, self.recorder.uses, plain, uses)
+            recall.keep(self.model, key, self.recorder.uses, plain, uses)
         return uses
 
     def _scalar(self, loss: Tensor, reduction: str | None) -> PerSampleGrads:

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import eachgrad
-from eachgrad import plans, solve
+from eachgrad import recall, solve
 from oracle import assert_same, loop
 
 B, T, D = 4, 4, 4  # every size is B
@@ -123,4 +123,4 @@ def test_a_model_in_training_and_in_eval_has_two_plans(measured):
     for training in (True, False, True, False):
         answer(model.train(training), x)
     assert len(measured) == 4  # first and second call of each
-    assert len(plans._plans[model]) == 2
+    assert len(recall._plans[model]) == 2
