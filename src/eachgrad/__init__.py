@@ -6,6 +6,10 @@ from eachgrad.call import call_for_per_sample_grads
 from eachgrad.errors import CaptureError, EachgradError, UnsupportedOp
 from eachgrad.grads import Gradient, PerSampleGrads
 from eachgrad.moments import NoiseScale
+from eachgrad.queries import (
+    Accumulator, clipped_sum, dense, dot, gram, mean, noise_scale, norms, project, second_moment, topk_norms, variance,
+    weighted_sum,
+)  # fmt: skip
 from eachgrad.receipt import Receipt, Verification, verify
 from eachgrad.rules import rule, via_vmap
 from eachgrad.tape import Tape, record

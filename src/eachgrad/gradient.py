@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from eachgrad import plan
 from eachgrad.blocks import Block
 from eachgrad.blocks.base import real_dtype
 
@@ -25,6 +26,7 @@ class Gradient:
     block: Block | None  # None: the loss does not depend on the parameter
     batch_size: int
     guards: tuple[Use, ...] = field(default=(), repr=False)  # what must not have changed since
+    _memo: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def shape(self) -> torch.Size:
@@ -37,10 +39,13 @@ class Gradient:
             return self.parameter.detach().new_zeros(self.shape)
         return block.dense().to(self.parameter.dtype)
 
-    def squared_norms(self, precise: bool = False) -> Tensor:
-        """(B,), in float32 or better; `precise`: all the digits even where positions or uses cancel."""
+    def squared_norms(self) -> Tensor:
+        """(B,), in float32 or better; computed once."""
         block = self.checked()
-        return self._zeros(self.batch_size) if block is None else self._real(block.squared_norms(precise))
+        if "squares" not in self._memo:
+            squares = self.zeros(self.batch_size) if block is None else self._real(block.squared_norms())
+            self._memo["squares"] = squares
+        return self._memo["squares"]
 
     def norms(self) -> Tensor:
         """(B,), in float32 or better."""
@@ -65,7 +70,7 @@ class Gradient:
         directions = direction.detach() if many else direction.detach()[None]
         block = self.checked()
         if block is None or not directions.numel():
-            value = self._zeros(self.batch_size, len(directions))
+            value = self.zeros(self.batch_size, len(directions))
         else:
             value = self._real(block.dot(directions.to(self.parameter.device)))
         return value if many else value[:, 0]
@@ -77,7 +82,7 @@ class Gradient:
             raise ValueError(f"{self.name!r} has the shape {shapes[0]} on one side and {shapes[1]} on the other")
         block, theirs = self.checked(), other.checked()
         if block is None or theirs is None or not self.parameter.numel():
-            return self._zeros(self.batch_size, other.batch_size)
+            return self.zeros(self.batch_size, other.batch_size)
         return self._real(block.gram(theirs))
 
     def mean(self) -> Tensor:
@@ -89,13 +94,24 @@ class Gradient:
         """sum_i |g[i] - center|^2, element by element, (*shape), in float32 or better."""
         shape, block = self.parameter.shape, self.checked()
         if block is None or not self.parameter.numel():
-            return self._zeros(*shape)
+            return self.zeros(*shape)
         return self._real(block.sum_of_squares(center)).reshape(shape)
 
     def kept(self) -> Gradient:
-        """The same gradients, dense where that is no larger than their factors: for several queries in a row."""
+        """The same gradients, formed once for several queries in a row."""
         block = self.checked()
         return replace(self, block=block and block.kept())
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether the norms have been computed already."""
+        return "squares" in self._memo
+
+    def cost(self) -> plan.Cost:
+        """What the gradients hold, and what answers about them cost."""
+        if self.block is None:
+            return plan.dense(self.batch_size, 0, 0, self.parameter.element_size())
+        return self.block.cost()
 
     def take(self, index: Tensor) -> Gradient:
         """The gradients of the samples in `index` alone."""
@@ -112,7 +128,8 @@ class Gradient:
     def _real(self, value: Tensor) -> Tensor:
         return value.to(real_dtype(self.parameter.dtype))
 
-    def _zeros(self, *shape: int) -> Tensor:
+    def zeros(self, *shape: int) -> Tensor:
+        """Zeros in the dtype of the norms, on the parameter's device."""
         return torch.zeros(shape, dtype=real_dtype(self.parameter.dtype), device=self.parameter.device)
 
     def __repr__(self) -> str:

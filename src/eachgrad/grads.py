@@ -1,19 +1,19 @@
-"""PerSampleGrads: a block per parameter, and the queries over all of them."""
+"""PerSampleGrads: a block per parameter, and the questions about all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from eachgrad.gradient import Gradient, total
-from eachgrad.moments import NoiseScale, noise_scale
-from eachgrad.projection import project
-from eachgrad.selection import clip_factors, grouped, matching
+from eachgrad import queries
+from eachgrad.gradient import Gradient
+from eachgrad.moments import NoiseScale
+from eachgrad.queries.ask import ask_one
 
 if TYPE_CHECKING:
+    from eachgrad.explain import Explanation
     from eachgrad.receipt import Receipt, Record
 
 __all__ = ["Gradient", "PerSampleGrads"]
@@ -22,10 +22,11 @@ __all__ = ["Gradient", "PerSampleGrads"]
 class PerSampleGrads(Mapping[str, Gradient]):
     """The gradients of B samples: a mapping of parameter name to Gradient, and queries over all of them."""
 
-    def __init__(self, gradients: dict[str, Gradient], batch_size: int, record: Record):
+    def __init__(self, gradients: dict[str, Gradient], batch_size: int, record: Record, budget: int | None = None):
         self._gradients = gradients
         self.batch_size = batch_size
         self._record = record
+        self._budget = budget
 
     def __getitem__(self, name: str) -> Gradient:
         return self._gradients[self._record.canonical(name)]
@@ -41,40 +42,24 @@ class PerSampleGrads(Mapping[str, Gradient]):
 
     def select(self, pattern: str | Iterable[str]) -> PerSampleGrads:
         """The same gradients of the parameters whose names match a glob, or one of several, such as "blocks.*.attn.*"."""
-        patterns = [pattern] if isinstance(pattern, str) else list(pattern)
-        wanted = {name for p in patterns for name in matching(p, self, self._record.aliases)}
-        if not wanted:
-            raise ValueError(f"no parameter matches {pattern!r}; there are {', '.join(self)}")
-        chosen = {name: gradient for name, gradient in self.items() if name in wanted}
-        return PerSampleGrads(chosen, self.batch_size, self._record)
+        chosen = self._over.select([pattern] if isinstance(pattern, str) else pattern).parameters
+        return PerSampleGrads({n: self[n] for n in chosen}, self.batch_size, self._record, self._budget)
 
     def dense(self) -> dict[str, Tensor]:
         """Every gradient of every sample: {name: (B, *shape)}."""
-        return {name: gradient.dense() for name, gradient in self.items()}
+        return self._ask(queries.dense())
 
     def norms(self, by: str | None = None) -> Tensor | dict[str, Tensor]:
         """The norm of each sample's gradient, (B,); by="parameter": {name: (B,)}; by="module": {module path: (B,)}."""
-        if by is None:
-            return self._squared_norms().sqrt()
-        if by == "parameter":
-            return {name: gradient.norms() for name, gradient in self.items()}
-        if by != "module":
-            raise ValueError(f'norms(by=...) is None, "parameter" or "module", not {by!r}')
-        modules: dict[str, list[Tensor]] = {}
-        for name, gradient in self.items():
-            modules.setdefault(name.rpartition(".")[0], []).append(gradient.squared_norms())
-        return {path: total(parts).sqrt() for path, parts in modules.items()}
+        return self._ask(queries.norms(by))
 
     def topk_norms(self, k: int, largest: bool = True) -> tuple[Tensor, Tensor]:
         """The k largest (or smallest) norms, sorted, and the samples they belong to: (k,) and (k,)."""
-        if not 0 <= k <= self.batch_size:
-            raise ValueError(f"k is between 0 and the {self.batch_size} samples, not {k}")
-        values, indices = self._squared_norms().sqrt().topk(k, largest=largest)
-        return values, indices
+        return self._ask(queries.topk_norms(k, largest))
 
     def weighted_sum(self, c: Tensor) -> dict[str, Tensor]:
         """sum_i c[i] g[i] for each parameter, {name: (*shape)}; K sums at once for c (K, B): {name: (K, *shape)}."""
-        return {name: gradient.weighted_sum(c) for name, gradient in self.items()}
+        return self._ask(queries.weighted_sum(c))
 
     def clipped_sum(
         self,
@@ -90,69 +75,40 @@ class PerSampleGrads(Mapping[str, Gradient]):
         `groups`: {group: names or globs}, or "parameter", clips each group's part of g[i] by its own norm, to one
         `max_norm` or {group: max_norm}. `normalise` scales by max_norm / (|g[i]| + gamma) instead. `nonfinite`: a
         sample whose norm is NaN or infinite is an error ("raise"), or adds exactly zero ("zero"). In float32 and
-        float64 no sample adds more than max_norm (1 + 1e-6), but for the rounding of gradients that are themselves
+        float64 no sample adds more than max_norm (1 + 1e-5), but for the rounding of gradients that are themselves
         sums of terms that cancel.
         """
-        members = grouped(groups, self, self._record.aliases)
-        kept = {name: gradient.kept() for name, gradient in self.items()}
-        squares = {name: gradient.squared_norms(precise=True) for name, gradient in kept.items()}
-        none = torch.zeros(self.batch_size)
-        norms = {g: total([squares[n] for n in names] or [none]).sqrt() for g, names in members.items()}
-        factors, index = clip_factors(norms, max_norm, gamma if normalise else None, nonfinite)
-        owner = {name: group for group, names in members.items() for name in names}
-        taken = {name: g if index is None else g.take(index) for name, g in kept.items()}
-        return {name: gradient.weighted_sum(factors[owner[name]]) for name, gradient in taken.items()}
+        return self._ask(queries.clipped_sum(max_norm, groups, normalise, gamma, nonfinite))
 
     def dot(self, direction: Mapping[str, Tensor]) -> Tensor:
         """<g[i], v> with v = {name: (*shape)}, (B,), or K of them at once: {name: (K, *shape)} -> (B, K).
 
         Names that are left out count as zero. For complex numbers it is the real part.
         """
-        counts = {}
-        for name, v in direction.items():
-            if self._record.canonical(name) not in self._gradients:
-                raise ValueError(f"the direction names {name!r}, which is none of the parameters {', '.join(self)}")
-            shape = self[name].parameter.shape
-            if v.shape[max(0, v.ndim - len(shape)) :] != shape or v.ndim - len(shape) > 1:
-                raise ValueError(
-                    f"the direction of {name!r} is {tuple(shape)} or (K, *{tuple(shape)}), not {tuple(v.shape)}"
-                )
-            counts[name] = len(v) if v.ndim > len(shape) else None
-        if len(set(counts.values())) > 1:
-            raise ValueError(f"the same number of directions for every name, not {counts}")
-        parts = [self[name].dot(v) for name, v in direction.items()]
-        return total(parts) if parts else torch.zeros_like(self._squared_norms())
+        return self._ask(queries.dot(direction))
 
     def gram(self, other: PerSampleGrads | None = None) -> Tensor:
         """<g[i], g[j]>, (B, B), or <g[i], h[j]> with the gradients of other samples, (B, B'); real part.
 
         Costs one product of (B, P) and (P, B') beside the gradients themselves, which are made a slice at a time.
         """
-        other = self if other is None else other
-        if set(self) != set(other):
-            raise ValueError(f"gram is of the same parameters; only one side has {sorted(set(self) ^ set(other))}")
-        parts = [gradient.gram(other[name]) for name, gradient in self.items()]
-        return total(parts) if parts else torch.zeros(self.batch_size, other.batch_size)
+        return self._ask(queries.gram(other))
 
     def mean(self) -> dict[str, Tensor]:
         """(1/B) sum_i g[i] for each parameter, {name: (*shape)}."""
-        return {name: gradient.mean() for name, gradient in self.items()}
+        return self._ask(queries.mean())
 
     def second_moment(self) -> dict[str, Tensor]:
         """(1/B) sum_i |g[i]|^2, element by element, {name: (*shape)}, in float32 or better."""
-        return {name: gradient.sum_of_squares() / self.batch_size for name, gradient in self.items()}
+        return self._ask(queries.second_moment())
 
     def variance(self, unbiased: bool = True) -> dict[str, Tensor]:
         """The variance over samples, element by element, {name: (*shape)}; divided by B - 1, or B if not unbiased."""
-        if self.batch_size <= unbiased:
-            raise ValueError(f"an unbiased variance needs two samples at least, not {self.batch_size}")
-        count = self.batch_size - unbiased
-        return {name: gradient.sum_of_squares(gradient.mean()) / count for name, gradient in self.items()}
+        return self._ask(queries.variance(unbiased))
 
     def noise_scale(self) -> NoiseScale:
         """The gradient noise scale tr(Sigma) / |G|^2 of these samples, with its jackknife standard error."""
-        sums = self.weighted_sum(torch.ones(self.batch_size))
-        return noise_scale(self._squared_norms(), self.dot(sums))
+        return self._ask(queries.noise_scale())
 
     def project(self, dim: int, seed: int = 0, kind: str = "gaussian") -> Tensor:
         """P g[i], (B, dim), for a random P with E<P g, P h> = <g, h>: the same for a seed on every machine.
@@ -163,12 +119,28 @@ class PerSampleGrads(Mapping[str, Gradient]):
         a = b as it divides, and costs 2 B T (p a + d b + a b) for a weight (p, d) of a linear layer, whose gradients
         are never formed; parameters of fewer than two dimensions, and complex ones, are projected as by "gaussian".
         """
-        return project(self._gradients, dim, seed, kind, torch.zeros_like(self._squared_norms()))
+        return self._ask(queries.project(dim, seed, kind))
 
     def receipt(self) -> Receipt:
         """What was covered, and how far the sum over samples is from PyTorch's own derivative."""
         return self._record.receipt(self)
 
-    def _squared_norms(self, names: Iterable[str] | None = None, precise: bool = False) -> Tensor:
-        parts = [self[name].squared_norms(precise) for name in (self if names is None else names)]
-        return total(parts) if parts else torch.zeros(self.batch_size)
+    def explain(self, query: str = "clipped_sum") -> Explanation:
+        """One row per use of a parameter: the route that `query` takes for it, its FLOPs, its bytes, and why."""
+        from eachgrad.explain import of_grads
+
+        return of_grads(self, query)
+
+    def feed(self, add: Callable[[Gradient], None], names: set[str] | None) -> None:
+        """Hand over the gradients of these parameters (None: of all) one by one."""
+        for name, gradient in self.items():
+            if names is None or name in names:
+                add(gradient)
+
+    @property
+    def _over(self) -> queries.Over:
+        parameters = {name: gradient.parameter for name, gradient in self.items()}
+        return queries.Over(parameters, self._record.aliases, self._budget)
+
+    def _ask(self, query: queries.Query) -> Any:
+        return ask_one(query, self._over, self._gradients, self.batch_size)

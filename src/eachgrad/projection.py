@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from zlib import crc32
 
 import torch
@@ -22,18 +21,20 @@ MASK = (1 << 64) - 1
 GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def project(gradients: Mapping[str, Gradient], dim: int, seed: int, kind: str, like: Tensor) -> Tensor:
-    """(B, dim) in the dtype and on the device of `like`, (B,)."""
+def check_projection(dim: int, kind: str) -> None:
     if dim < 1:
         raise ValueError(f"dim is a positive number, not {dim}")
     if kind not in KINDS:
         raise ValueError(f"kind is one of {', '.join(map(repr, KINDS))}, not {kind!r}")
-    out = like.new_zeros(len(like), dim)
-    for name, gradient in gradients.items():
-        block = gradient.checked()
-        if block is not None and gradient.parameter.numel():
-            out = out + KINDS[kind](gradient, block, dim, key(seed, name, kind)).to(out)
-    return out
+
+
+def project(gradient: Gradient, dim: int, seed: int, kind: str) -> Tensor:
+    """A parameter's share of the projection, (B, dim)."""
+    block = gradient.checked()
+    zeros = gradient.zeros(gradient.batch_size, dim)
+    if block is None or not gradient.parameter.numel():
+        return zeros
+    return KINDS[kind](gradient, block, dim, key(seed, gradient.name, kind)).to(zeros)
 
 
 def _by_matrix(gradient: Gradient, block: Block, dim: int, key: int, normal: bool = True) -> Tensor:

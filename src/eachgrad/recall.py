@@ -8,12 +8,13 @@ again, and measured again at the 2nd, 4th, 8th, ... call, in case something mixe
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from eachgrad import layout as lay
+from eachgrad.plan import Cost
 from eachgrad.solve import Solved
 from eachgrad.use import Use
 
@@ -25,6 +26,7 @@ class Plan:
     """The layout of every use, in the order of the forward; None for a use without a gradient."""
 
     layouts: list[lay.Layout | None]
+    costs: dict[str, Cost] = field(default_factory=dict)  # by parameter, when its gradients were formed last
     calls: int = 1
 
     def is_due(self) -> bool:
@@ -32,10 +34,12 @@ class Plan:
         self.calls += 1
         return self.calls & (self.calls - 1) == 0
 
-    def apply(self, uses: list[Use], plain: list[Tensor | None]) -> list[Solved] | None:
-        """The uses of another forward, each with the layout of its place; None if they do not match."""
-        if [g is not None for g in plain] != [place is not None for place in self.layouts]:
-            return None
+    def fits(self, reached: list[bool]) -> bool:
+        """Whether the same uses take part in the losses."""
+        return reached == [place is not None for place in self.layouts]
+
+    def apply(self, uses: list[Use], plain: list[Tensor | None]) -> list[Solved]:
+        """The uses of another forward, each with the layout of its place."""
         triples = zip(uses, plain, self.layouts, strict=True)
         return [Solved(use, g, place) for use, g, place in triples if g is not None]
 
@@ -49,19 +53,22 @@ def find(model: nn.Module, key: Hashable) -> Plan | None:
     return None if plan is None or plan.is_due() else plan
 
 
-def keep(model: nn.Module, key: Hashable, uses: list[Use], plain: list[Tensor | None], found: list[Solved]) -> None:
+def keep(
+    model: nn.Module, key: Hashable, uses: list[Use], plain: list[Tensor | None], found: list[Solved]
+) -> Plan | None:
     """Remember what was measured, if it is regular and certain enough to hold for the next forward."""
     certain = all(use.strong for use in uses) and all(_is_regular(item.layout) for item in found)
     kept = _plans.setdefault(model, {})
     if not certain:
         kept.pop(key, None)
-        return
+        return None
     layouts = {id(item.use): item.layout for item in found}
     plan = Plan([None if g is None else layouts.get(id(use)) for use, g in zip(uses, plain, strict=True)])
     plan.calls = kept[key].calls if key in kept else 1
     kept[key] = plan
     while len(kept) > _KEPT:
         del kept[next(iter(kept))]
+    return plan
 
 
 def _is_regular(layout: lay.Layout | None) -> bool:

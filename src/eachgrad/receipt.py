@@ -50,6 +50,12 @@ class Receipt:
         return "\n".join(lines)
 
 
+def aliases_of(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter -> the one under which named_parameters() lists it."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+
+
 @dataclass
 class Record:
     """What a PerSampleGrads remembers of its recording."""
@@ -60,9 +66,7 @@ class Record:
     aliases: dict[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
-        first = {id(p): name for name, p in self.model.named_parameters()}
-        every = self.model.named_parameters(remove_duplicate=False)
-        self.aliases = {name: first[id(p)] for name, p in every}
+        self.aliases = aliases_of(self.model)
 
     def canonical(self, name: str) -> str:
         """The name under which named_parameters() lists the parameter, for any of its names."""

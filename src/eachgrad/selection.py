@@ -49,9 +49,16 @@ def grouped(
 
 
 def clip_factors(
-    norms: Mapping[str, Tensor], max_norm: float | Mapping[str, float], gamma: float | None, nonfinite: str
+    norms: Mapping[str, Tensor],
+    max_norm: float | Mapping[str, float],
+    gamma: float | None,
+    nonfinite: str,
+    start: int = 0,
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """{group: a factor per sample} from {group: norms (B,)}, and the samples they are for (None: all)."""
+    """{group: a factor per sample} from {group: norms (B,)}, and the samples they are for (None: all).
+
+    `start` is the number of the first sample in what is said of them.
+    """
     if nonfinite not in ("raise", "zero"):
         raise ValueError(f'nonfinite is "raise" or "zero", not {nonfinite!r}')
     if gamma is not None and not gamma > 0:
@@ -62,8 +69,9 @@ def clip_factors(
     index = None
     if bad.any():
         if nonfinite == "raise":
+            samples = (bad.nonzero().flatten() + start).tolist()
             raise CaptureError(
-                f"clipped_sum: the gradients of samples {bad.nonzero().flatten().tolist()} have a NaN or infinite norm. "
+                f"clipped_sum: the gradients of samples {samples} have a NaN or infinite norm. "
                 'Leave them out with nonfinite="zero", or look at their inputs and losses.'
             )
         index = (~bad).nonzero().flatten()

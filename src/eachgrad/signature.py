@@ -1,12 +1,15 @@
-"""What a forward has run, as one number: two forwards with the same number place their samples alike."""
+"""What a forward and its loss have run: two runs with the same signature place their samples alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+from eachgrad.graph import Node, tensors_in
 
 # Ops that move rows to where a tensor says; with such a tensor a forward has no signature.
 _INDEXED = set(
@@ -37,6 +40,39 @@ class Signature:
             self.value = None
             return
         self.value = hash((self.value, func, _describe(args), _describe(kwargs)))
+
+
+def of_graph(nodes: Sequence[Node], since: int) -> Hashable:
+    """The nodes of a loss that were made after the recording, by name, sizes and options; None if data decides."""
+    found = []
+    for node in nodes:
+        if node.name().endswith("AccumulateGrad") or node._sequence_nr() < since:
+            continue
+        described = _options(node)
+        if described is None:
+            return None
+        found.append((node.name(), *described))
+    return tuple(found)
+
+
+def _options(node: Node) -> Hashable:
+    if isinstance(node, BackwardCFunction):  # written in Python: its options are not seen
+        return None
+    found: list[Hashable] = [tuple(m.shape) for m in node._input_metadata]
+    for name in dir(type(node)):
+        if not name.startswith("_saved_"):
+            continue
+        try:
+            value = getattr(node, name)
+        except RuntimeError:  # a tensor that was changed since: its values do not matter here
+            continue
+        tensors = tensors_in(value)
+        if any(not t.is_floating_point() and not t.is_complex() and t.dtype != torch.bool for t in tensors):
+            if not node.name().startswith("NllLoss"):  # whose classes move no sample
+                return None
+        elif not tensors:
+            found.append((name, _describe(value)))
+    return tuple(found)
 
 
 def _describe(value: Any) -> Hashable:

@@ -39,12 +39,17 @@ class Passes:
     def __init__(self, recorder: Recorder, roots: list[Tensor]):
         self.recorder = recorder
         self.recorded = len(recorder.uses)
-        nodes = list(graph_nodes([t.grad_fn for t in roots]))
-        self.reentrant = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
-        self.leaves = [v for node in nodes if (v := getattr(node, "variable", None)) is not None]
+        self.nodes = list(graph_nodes([t.grad_fn for t in roots]))
+        self.reentrant = any(node.name() == "CheckpointFunctionBackward" for node in self.nodes)
+        self.leaves = [v for node in self.nodes if (v := getattr(node, "variable", None)) is not None]
 
-    def run(self, roots: list[Tensor], weights: Weights) -> list[Tensor | None]:
-        """All gradients together, nothing else touched."""
+    def reached(self) -> list[bool]:
+        """Whether each use's output takes part in the roots."""
+        nodes = set(self.nodes)
+        return [use.tap.node in nodes for use in self.recorder.uses]
+
+    def run(self, roots: list[Tensor], weights: Weights, keep: bool = True) -> list[Tensor | None]:
+        """All gradients together, nothing else touched; the graph is kept, or freed on the way."""
         if self.reentrant:  # such a checkpoint records in the backward and allows no torch.autograd.grad
             found: dict[int, Tensor] = {}
             with grads_untouched([*self.leaves, *self.recorder.leaves]):
@@ -55,7 +60,7 @@ class Passes:
             return []
         before = [(p.grad, p.grad._version if p.grad is not None else 0) for p in self.recorder.leaves]
         with self.recorder.replay():
-            gradients = _grad(roots, taps, weights, retain_graph=True, allow_unused=True)
+            gradients = _grad(roots, taps, weights, retain_graph=keep, allow_unused=True)
         self._check_nothing_hidden(before)
         return list(gradients)
 
@@ -68,7 +73,9 @@ class Passes:
                     "another op's backward, where it cannot be followed; use torch.utils.checkpoint for checkpoints"
                 )
 
-    def stream(self, roots: list[Tensor], weights: Weights, arrived: Callable[[int, Tensor], object]) -> None:
+    def stream(
+        self, roots: list[Tensor], weights: Weights, arrived: Callable[[int, Tensor], object], keep: bool = True
+    ) -> None:
         """An ordinary backward, down to the leaves; each use's gradient is handed over as it arrives."""
         before, again, handles = self.recorder.uses[: self.recorded], [], []
 
@@ -93,7 +100,7 @@ class Passes:
         self.recorder.on_recompute = recomputed if self.reentrant else None
         try:
             with self.recorder.replay():
-                _backward(roots, weights, retain_graph=True)
+                _backward(roots, weights, retain_graph=keep)
         finally:
             self.recorder.on_recompute = None
             for handle in handles:
@@ -170,7 +177,7 @@ Accepted = list[tuple[Solved, set[int]]]  # uses that count, each with the ids o
 def accept(recorder: Recorder, uses: list[Solved], roots: list[Tensor]) -> Accepted:
     """The uses that count; an error that names it for any parameter which they do not cover."""
     accepted = _accept(recorder, uses)
-    _check_complete(recorder, accepted, roots)
+    check_complete(recorder, accepted, roots)
     return accepted
 
 
@@ -238,7 +245,7 @@ def _uncovered(recorder: Recorder, source: Tensor, settled: set[int]) -> bool:
     return direct
 
 
-def _check_complete(recorder: Recorder, accepted: list[tuple[Solved, set[int]]], roots: list[Tensor]) -> None:
+def check_complete(recorder: Recorder, accepted: Accepted, roots: list[Tensor]) -> None:
     """Every way from the loss to a parameter passes a use that was accepted, or the parameter is named."""
     stops = {alias.grad_fn for item, _ in accepted for alias in item.use.aliases}
     seen: set[Node] = set()

@@ -4,48 +4,61 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from eachgrad import layout as lay
-from eachgrad import lossgraph, recall, scalar
+from eachgrad import lossgraph, recall, scalar, stream
 from eachgrad.capture import Recorder
 from eachgrad.errors import CaptureError
 from eachgrad.grads import Gradient, PerSampleGrads
 from eachgrad.graph import named_trainable, node_of, tensors_in
-from eachgrad.receipt import Record, check_weighted_sum
-from eachgrad.solve import Passes, Solved, accept, blocks_of, marked, solved
+from eachgrad.plan import parse_bytes
+from eachgrad.queries import Accumulator, Answer, Over, Query
+from eachgrad.receipt import Record, aliases_of, check_weighted_sum
+from eachgrad.signature import of_graph
+from eachgrad.solve import Passes, Solved, accept, blocks_of, check_complete, marked, solved
 
 _active = threading.local()
 
 
-def record(model: nn.Module, *, batch_size: int | None = None, batch_dim: int = 0, check: bool = False) -> Tape:
+def record(
+    model: nn.Module,
+    *,
+    batch_size: int | None = None,
+    batch_dim: int = 0,
+    check: bool = False,
+    memory: int | str | None = None,
+) -> Tape:
     """A context in which the forward of `model` is recorded; `tape.backward(losses)` ends it.
 
     `batch_size` is needed only where it can be read neither from the losses nor from the model's inputs.
     `batch_dim` is the dimension of the model's inputs and outputs that counts the samples; what lies
     inside the model is measured. `check` compares the answer with an ordinary gradient, for the price of
-    one more backward pass, and raises if they differ.
+    one more backward pass, and raises if they differ. `memory`, such as "2GiB", bounds what a clipped sum holds until
+    the norms are known: with more than it needs, gradients are kept for speed; with less, some are computed twice.
     """
-    return Tape(model, batch_size, batch_dim, check)
+    return Tape(model, batch_size, batch_dim, check, parse_bytes(memory))
 
 
 class Tape:
     """One recorded forward."""
 
-    def __init__(self, model: nn.Module, batch_size: int | None, batch_dim: int, check: bool):
+    def __init__(
+        self, model: nn.Module, batch_size: int | None, batch_dim: int, check: bool, budget: int | None = None
+    ):
         if not isinstance(model, nn.Module):
             raise TypeError(f"record takes an nn.Module, not {type(model).__name__}")
         if batch_size is not None and (
             isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1
         ):
             raise ValueError(f"batch_size is a positive integer, not {batch_size!r}")
-        self.model, self.batch_dim, self.check = model, batch_dim, check
+        self.model, self.batch_dim, self.check, self.budget = model, batch_dim, check, budget
         self.given_batch_size = batch_size
         self.recorder = Recorder(named_trainable(model), list(model.buffers()), batch_size, attach=check)
         self.inputs: list[Tensor] = []
@@ -53,6 +66,8 @@ class Tape:
         self._thread = threading.get_ident()
         self.disagreeing: set[int] = set()  # sizes of the inputs along the batch dimension
         self._hooks: list[Any] = []
+        self._end = 0
+        self._plan: recall.Plan | None = None
         self._state = "new"
 
     def __enter__(self) -> Tape:
@@ -87,11 +102,71 @@ class Tape:
         self.recorder.__exit__(*error)
         self._eager.__exit__(*error)
         _active.tape, self._state = None, "recorded"
+        self._end = torch.autograd._get_sequence_nr()  # what autograd makes from here on is no part of the recording
         for hook in self._hooks:
             hook.remove()
 
     def backward(self, losses: Tensor, loss_reduction: str | None = None) -> PerSampleGrads:
-        """The gradient of each sample's loss: `losses` is (B,), or one number with "sum" or "mean"."""
+        """The gradient of each sample's loss: `losses` is (B,), or one number with "sum" or "mean".
+
+        As with torch's own backward, the graph may be freed on the way.
+        """
+        self._check_askable(losses, loss_reduction)
+        self._state = "done"
+        if losses.ndim == 0:
+            return self._scalar(losses, loss_reduction)
+        passes, key = self._prepared(losses)
+        placed = self._placed(passes, key, losses, self._recalled(passes, key))
+        return self._answer(placed, losses, [losses], len(losses))
+
+    @overload
+    def ask(self, losses: Tensor, *, loss_reduction: str | None = None, **queries: Query) -> Answer: ...
+
+    @overload
+    def ask(self, losses: Tensor, *, loss_reduction: str | None = None, into: Accumulator) -> None: ...
+
+    def ask(self, losses, *, loss_reduction=None, into=None, **queries):
+        """Answers to questions that are known before the backward: {name: answer} as attributes.
+
+        Gradients are used and let go layer by layer, where the layouts of an earlier forward like this one are known;
+        otherwise as by `backward`. `into` gathers the answers of several batches.
+        """
+        if (into is None) == (not queries):
+            raise ValueError("pass queries by name, such as norms=eachgrad.norms(), or into=an Accumulator")
+        asked = Accumulator(**queries) if into is None else into
+        self._check_askable(losses, loss_reduction)
+        parameters = dict(named_trainable(self.model))
+        if losses.ndim:
+            passes, key = self._prepared(losses)
+            plan = self._recalled(passes, key)
+            if plan is not None and plan.costs and not self.check:
+                self._state = "done"
+                self._stream(asked, passes, plan, losses, parameters)
+                return None if into else asked.answer()
+            grads = self._answer(self._placed(passes, key, losses, plan), losses, [losses], len(losses))
+        else:
+            grads = self._scalar(losses, loss_reduction)
+        self._state = "done"
+        costs = {name: gradient.cost() for name, gradient in grads.items()}
+        if self._plan is not None:
+            self._plan.costs = costs
+        asked.run(grads._over, grads.batch_size, costs, grads.feed)
+        return None if into else asked.answer()
+
+    def _stream(
+        self, asked: Accumulator, passes: Passes, plan: recall.Plan, losses: Tensor, parameters: dict[str, Any]
+    ) -> None:
+        check_complete(self.recorder, [], [losses])
+        self.check_statistics([losses])
+        over = Over(parameters, aliases_of(self.model), self.budget)
+        twice = asked.needs_again(over, plan.costs)
+
+        def visit(add: Callable[[Gradient], None], names: set[str] | None) -> None:
+            stream.visit(passes, losses, plan.layouts, parameters, add, names, last=not twice or names is not None)
+
+        asked.run(over, len(losses), plan.costs, visit)
+
+    def _check_askable(self, losses: Tensor, reduction: str | None) -> None:
         if self._state == "recording":
             raise CaptureError("leave the record block before calling tape.backward")
         if self._state != "recorded":
@@ -102,32 +177,39 @@ class Tape:
                 "a derivative of the recorded forward was taken with create_graph, and the loss may depend on it: "
                 "parameters are used in its backward, where they cannot be followed. Leave derivatives out of the loss."
             )
-        self._state = "done"
-        if losses.ndim == 0:
-            return self._scalar(losses, loss_reduction)
-        if loss_reduction is not None:
+        if losses.ndim and reduction is not None:
             raise ValueError("loss_reduction goes with a loss that is one number; these are one per sample")
+        if losses.ndim and self.given_batch_size not in (None, len(losses)):
+            raise CaptureError(
+                f"{len(losses)} losses, but batch_size={self.given_batch_size}: pass one loss per sample"
+            )
+
+    def _prepared(self, losses: Tensor) -> tuple[Passes, Hashable]:
+        """The passes over the graph of losses per sample, and the key of the plan they may have; None if none."""
         B = len(losses)
-        if self.given_batch_size not in (None, B):
-            raise CaptureError(f"{B} losses, but batch_size={self.given_batch_size}: pass one loss per sample")
         self._check_count(B)
         passes = Passes(self.recorder, [losses])
-        plain = passes.run([losses], [torch.ones_like(losses)])
-        return self._answer(self._placed(passes, plain, losses, B), losses, [losses], B)
+        forward = None if self.recorder.tensors.opaque or passes.reentrant else self.recorder.signature.value
+        loss = None if forward is None else of_graph(passes.nodes, self._end)
+        if loss is None or B == 1:
+            return passes, None
+        return passes, (forward, loss, B, self.batch_dim, tuple(tuple(use.tap.shape) for use in self.recorder.uses))
 
-    def _placed(self, passes: Passes, plain: list[Tensor | None], losses: Tensor, B: int) -> list[Solved]:
+    def _recalled(self, passes: Passes, key: Hashable) -> recall.Plan | None:
+        plan = None if key is None else recall.find(self.model, key)
+        return plan if plan is not None and plan.fits(passes.reached()) else None
+
+    def _placed(self, passes: Passes, key: Hashable, losses: Tensor, plan: recall.Plan | None) -> list[Solved]:
         """Every use with the layout of its samples: by the plan of an earlier forward like this one, or measured."""
-        signature = None if self.recorder.tensors.opaque or passes.reentrant else self.recorder.signature.value
-        key = (signature, B, self.batch_dim, tuple(tuple(use.tap.shape) for use in self.recorder.uses))
-        plan = None if signature is None or B == 1 else recall.find(self.model, key)
-        planned = None if plan is None else plan.apply(self.recorder.uses, plain)
-        if planned is not None:
-            return planned
-        evidence = marked(passes, [losses], lambda marks, k: [marks.weights(k, losses)], B)
+        plain = passes.run([losses], [torch.ones_like(losses)], keep=plan is None or self.check)
+        if plan is not None:
+            self._plan = plan
+            return plan.apply(self.recorder.uses, plain)
+        evidence = marked(passes, [losses], lambda marks, k: [marks.weights(k, losses)], len(losses))
         uses = solved(self.recorder, plain, evidence)
-        scalar.check_order(self.recorder, uses, self.inputs, self.batch_dim, B)
-        if signature is not None and B > 1:
-            recall.keep(self.model, key, self.recorder.uses, plain, uses)
+        scalar.check_order(self.recorder, uses, self.inputs, self.batch_dim, len(losses))
+        if key is not None:
+            self._plan = recall.keep(self.model, key, self.recorder.uses, plain, uses)
         return uses
 
     def _scalar(self, loss: Tensor, reduction: str | None) -> PerSampleGrads:
@@ -173,7 +255,7 @@ class Tape:
         parameters = named_trainable(self.model)
         guards = tuple(item.use for item, wanted in accepted if wanted)
         gradients = {name: Gradient(name, p, blocks.get(name), B, guards) for name, p in parameters.items()}
-        grads = PerSampleGrads(gradients, B, Record(self.model, self.recorder, accepted))
+        grads = PerSampleGrads(gradients, B, Record(self.model, self.recorder, accepted), self.budget)
         if self.check:
             check_weighted_sum(grads, loss, self.recorder, parameters)
         return grads

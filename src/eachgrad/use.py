@@ -78,6 +78,11 @@ class Use:
     def name(self) -> str:
         return op_name(self.op)
 
+    def release(self) -> None:
+        """Let go of the tensors: the use has been answered, and is not asked again."""
+        self.args, self.kwargs, self.sources, self.aliases = (), {}, (), ()
+        self.versions, self.source_versions = (), ()
+
     def check_sources(self) -> None:
         """To be called where the values of the parameters are used, and not their shapes alone."""
         for source, version in self.source_versions:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import reduce
 
 import torch
 from torch import Tensor
 
-from eachgrad.blocks.base import Block, Dense, Fold, accumulation_dtype, dots, recomputed, squared_norms
+from eachgrad import plan
+from eachgrad.blocks.base import Block, Fold, accumulation_dtype, dots, product, recomputed, scaled, squared_norms
 
-# Largest (chunk, p, d) buffer of the direct norm route, in elements: bounds its memory at 32 MiB in
-# float32 whatever B is. A choice of memory, not of speed.
 DIRECT_CHUNK = 1 << 23
 
 
@@ -32,11 +30,6 @@ class Outer(Block):
     def take(self, index: Tensor) -> Outer:
         return Outer(self.left[index], self.right[index], self.shape)
 
-    def kept(self) -> Block:
-        p, d = self.matrix
-        # One product in all, instead of one for the norms and one for the sum.
-        return Dense(self.dense()) if p * d <= self.left.shape[1] * (p + d) else self
-
     @property
     def matrix(self) -> tuple[int, int]:
         return self.left.shape[2], self.right.shape[2]
@@ -45,37 +38,54 @@ class Outer(Block):
         left, right = (fold.join(t).flatten(1, 2) for t in (self.left, self.right))
         return Outer(left, right, self.shape)
 
+    def cost(self) -> plan.Cost:
+        (p, d), item = self.matrix, max(self.left.element_size(), self.right.element_size())
+        return plan.product(len(self.left), self.left.shape[1], p, d, item)
+
     def weighted_sum(self, c: Tensor) -> Tensor:
         left, right = self._factors()
-        left = left * c.to(left.dtype)[:, None, None]
-        value = left.flatten(0, 1).mT @ right.flatten(0, 1)
+        # Scale the smaller factor; positions and samples in the order that needs no copy.
+        p, d = self.matrix
+        left, right = (scaled(left, c), right) if p < d else (left, scaled(right, c))
+        left, right = _flat(left, right)
+        value = product(left.mT, right)
         return value if self.shape is None else value.reshape(self.shape)
 
-    def squared_norms(self, precise: bool = False) -> Tensor:
+    def squared_norms(self) -> Tensor:
         left, right = self._factors()
-        T, p, d = left.shape[1], left.shape[2], right.shape[2]
-        if T == 1:
+        (B, T), (p, d) = left.shape[:2], self.matrix
+        route = plan.product_norms(B, T, p, d, left.element_size()).name
+        if route == "product of norms":
             return squared_norms(left) * squared_norms(right)
-        # Gram costs 2 T^2 (p + d) a sample, direct 2 T p d.
-        if T * (p + d) < p * d:
-            total, bound = self._gram(self)
-            return recomputed(total, bound, lambda index: self.take(index)._direct(), precise)
-        return self._direct()
+        if route == "direct":
+            return self._direct()
+        total, bound = self._gram()
+        return recomputed(total, bound, lambda index: self.take(index)._direct())
 
     def _direct(self) -> Tensor:
         left, right = self._factors()
-        step = max(1, DIRECT_CHUNK // math.prod(self.matrix))
-        parts = [squared_norms(a.mT @ b) for a, b in zip(left.split(step), right.split(step), strict=True)]
-        return torch.cat(parts)
+        step = plan.direct_samples(len(left), *self.matrix)
+        return torch.cat([squared_norms(a.mT @ b) for a, b in zip(left.split(step), right.split(step), strict=True)])
+
+    def _gram(self) -> tuple[Tensor, Tensor]:
+        """Squared norms, and the size of the terms that they are sums of: sum (A A^T) * (G G^T)."""
+        # Never below float32: in bfloat16 this sum was wrong by up to 7% where gradients cancel over T.
+        dtype = accumulation_dtype(torch.promote_types(self.left.dtype, self.right.dtype))
+        left, right = self.left.to(dtype), self.right.to(dtype)
+        step = plan.gram_samples(len(left), left.shape[1])
+        parts = [_gram(a, b) for a, b in zip(left.split(step), right.split(step), strict=True)]
+        total, bound = (torch.cat(column) for column in zip(*parts, strict=True))
+        return total, bound
 
     def dots(self, other: Block) -> Tensor:
         if not isinstance(other, Outer) or self.matrix != other.matrix:
             return super().dots(other)
         T, S, p, d = self.left.shape[1], other.left.shape[1], self.left.shape[2], self.right.shape[2]
-        if T * S * (p + d) < (T + S) * p * d:
-            return self._gram(other)[0]
-        step = max(1, DIRECT_CHUNK // (p * d))
+        by_gram = T * S * (p + d) < (T + S) * p * d
+        step = plan.direct_samples(len(self.left), T, S) if by_gram else plan.direct_samples(len(self.left), p, d)
         factors = [t.split(step) for t in (*self._factors(), *other._factors())]
+        if by_gram:
+            return torch.cat([_crossed(*four) for four in zip(*factors, strict=True)])
         return torch.cat([dots(a.mT @ b, c.mT @ e) for a, b, c, e in zip(*factors, strict=True)])
 
     def sizes(self) -> tuple[int, int, int]:
@@ -132,12 +142,31 @@ class Outer(Block):
         dtype = torch.promote_types(self.left.dtype, self.right.dtype)
         return self.left.to(dtype), self.right.to(dtype)
 
-    def _gram(self, other: Outer) -> tuple[Tensor, Tensor]:
-        """The inner products, and the size of the terms that they are sums of."""
-        # Never below float32: in bfloat16 this sum was wrong by up to 7% where gradients cancel over T.
-        dtype = accumulation_dtype(torch.promote_types(self.left.dtype, self.right.dtype))
-        left = self.left.to(dtype) @ other.left.to(dtype).mH
-        right = self.right.to(dtype) @ other.right.to(dtype).mH
-        product = left * right
+
+def _gram(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Of (n, T, p) and (n, T, d): sum (A A^T) * (G G^T) and the sum of its terms' sizes, by strips up to the diagonal."""
+    total = bound = torch.zeros((), device=left.device)
+    for start, end in plan.strip_bounds(left.shape[1]):
+        product = left[:, start:end] @ left[:, :end].mH
+        product = product * (right[:, start:end] @ right[:, :end].mH)
         product = product.real if product.is_complex() else product
-        return product.sum((1, 2)), product.abs().sum((1, 2))
+        # What lies below the diagonal block stands for its mirror image as well.
+        ahead, block = product[..., :start], product[..., start:]
+        total = total + 2 * ahead.sum((1, 2)) + block.sum((1, 2))
+        bound = bound + 2 * ahead.abs().sum((1, 2)) + block.abs().sum((1, 2))
+    return total, bound
+
+
+def _crossed(a: Tensor, b: Tensor, c: Tensor, e: Tensor) -> Tensor:
+    """<a^T b, c^T e> sample by sample, through their positions: (n,)."""
+    dtype = accumulation_dtype(reduce(torch.promote_types, (t.dtype for t in (a, b, c, e))))
+    a, b, c, e = (t.to(dtype) for t in (a, b, c, e))
+    product = (a @ c.mH) * (b @ e.mH)
+    return (product.real if product.is_complex() else product).sum((1, 2))
+
+
+def _flat(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, T, p) and (B, T, d) as rows of all samples; their order is free, and a time-first one needs no copy."""
+    if left.stride(0) < left.stride(1):
+        left, right = left.transpose(0, 1), right.transpose(0, 1)
+    return left.flatten(0, 1), right.flatten(0, 1)

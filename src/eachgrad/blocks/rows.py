@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from eachgrad import plan
 from eachgrad.blocks.base import Block, Fold, accumulation_dtype, dots, real_dtype
 from eachgrad.blocks.outer import Outer
 
@@ -33,11 +34,15 @@ class Rows(Block):
         return replace(self, index=self.index[index], value=self.value[index])
 
     def weighted_sum(self, c: Tensor) -> Tensor:
-        value = self._values() * c.to(self.value.dtype)[:, None, None]
+        dtype = accumulation_dtype(self.value.dtype)
+        value = self._values() * c.to(dtype)[:, None, None]
         out = value.new_zeros(self.size, value.shape[-1])
         return out.index_add(0, self.index.clamp(min=0).flatten(), value.flatten(0, 1))
 
-    def squared_norms(self, precise: bool = False) -> Tensor:
+    def cost(self) -> plan.Cost:
+        return plan.rows(*self.index.shape, self.size, self.value.shape[2], self.value.element_size())
+
+    def squared_norms(self) -> Tensor:
         sums, owner, _, _ = self._runs()
         squares = torch.linalg.vector_norm(sums, dim=1).square()
         return squares.new_zeros(len(self.index), dtype=real_dtype(sums.dtype)).index_add(0, owner, squares)

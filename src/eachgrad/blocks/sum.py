@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
@@ -9,6 +10,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from eachgrad import plan
 from eachgrad.blocks.base import Block, Dense, Fold, recomputed, squared_norms
 from eachgrad.blocks.outer import Outer
 from eachgrad.blocks.rows import Rows
@@ -47,14 +49,17 @@ class Sum(Block):
     def compressed(self, left: Tensor, right: Tensor) -> Tensor:
         return reduce(torch.add, (part.compressed(left, right) for part in self.parts))
 
-    def squared_norms(self, precise: bool = False) -> Tensor:
-        total = bound = reduce(torch.add, (part.squared_norms(precise) for part in self.parts))
+    def cost(self) -> plan.Cost:
+        return reduce(operator.add, (part.cost() for part in self.parts))
+
+    def squared_norms(self) -> Tensor:
+        total = bound = reduce(torch.add, (part.squared_norms() for part in self.parts))
         # Rows know how to meet the others without a dense table.
         parts = sorted(self.parts, key=lambda part: not isinstance(part, Rows))
         for k, part in enumerate(parts):
             for other in parts[k + 1 :]:
                 total = total + 2 * part.dots(other)
-        return recomputed(total, bound, lambda index: squared_norms(self.take(index).dense()), precise)
+        return recomputed(total, bound, lambda index: squared_norms(self.take(index).dense()))
 
 
 def add(blocks: Iterable[Block]) -> Block:

@@ -1,0 +1,202 @@
+"""The cost model: which route an answer takes, and what that costs in FLOPs and bytes.
+
+Letters: B samples, T positions, d inputs, p outputs. FLOPs are those of matrix products and convolutions, two for
+each multiplication, as torch's own counter has them; bytes are what is held, not what is moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Numbers of the largest buffer that a route makes at a time, whatever B is: 4 MiB in float32, about what a core's
+# cache holds. On two cores routes cut to this size took no longer than whole ones, most of them less.
+CHUNK = 1 << 20
+
+# FLOPs that take as long as moving one byte: 160 GFLOP/s against 10 GB/s, measured on two cores.
+FLOPS_PER_BYTE = 16
+
+
+@dataclass(frozen=True)
+class Route:
+    """One way to an answer."""
+
+    name: str
+    flops: int
+    bytes: int  # held beside the factors while it runs
+    reason: str
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One block: its sizes, what it holds, and the routes that its answers take."""
+
+    kind: str
+    B: int
+    T: int
+    d: int
+    p: int
+    factors: int  # bytes that it holds as it is
+    dense: int  # bytes of its B gradients
+    norms: Route
+    direct: Route  # the gradients themselves
+    total: Route  # a weighted sum over samples, without them
+    weight: int  # FLOPs of the weight's gradient in a plain backward
+
+    def __add__(self, other: Cost) -> Cost:
+        """Two parts of one parameter's gradient, each answered by its own route."""
+        return Cost(
+            f"{self.kind} + {other.kind}", self.B, self.T + other.T, self.d, self.p, self.factors + other.factors,
+            max(self.dense, other.dense), _both(self.norms, other.norms), _both(self.direct, other.direct),
+            _both(self.total, other.total), self.weight + other.weight,
+        )  # fmt: skip
+
+
+def _both(a: Route, b: Route) -> Route:
+    name = a.name if a.name == b.name else f"{a.name} + {b.name}"
+    return Route(name, a.flops + b.flops, max(a.bytes, b.bytes), a.reason if a.name == b.name else "part by part")
+
+
+# Matrix products: g[i] = G^T A with G (T, p) and A (T, d)
+
+
+def product(B: int, T: int, p: int, d: int, item: int) -> Cost:
+    """The gradient of a weight in a matrix product, of numbers of `item` bytes."""
+    once = 2 * B * T * p * d
+    dense, step = B * p * d * item, min(B, max(1, CHUNK // max(1, p * d)))
+    return Cost(
+        "Outer", B, T, d, p, B * T * (p + d) * item, dense,
+        norms=product_norms(B, T, p, d, item),
+        direct=Route("direct", once, dense, "every gradient is asked for"),
+        total=Route("one product", once, min(p, d) * B * T * item + step * 0, "scaled factors, all samples at once"),
+        weight=once,
+    )  # fmt: skip
+
+
+def product_norms(B: int, T: int, p: int, d: int, item: int) -> Route:
+    """The cheapest way to |g[i]|^2."""
+    if T == 1:
+        return Route("product of norms", 0, 0, "T = 1")
+    width = max(4, item)  # a Gram is never formed in less than float32
+    gram, direct = 2 * B * (p + d) * _triangle(T), 2 * B * T * p * d
+    if gram < direct:
+        samples = gram_samples(B, T)
+        return Route("Gram", gram, 2 * samples * (T // strips(T) + 1) * T * width, f"{gram / direct:.0%} of direct")
+    return Route("direct", direct, direct_samples(B, p, d) * p * d * item, f"Gram would take {gram / direct:.0%}")
+
+
+def strips(T: int) -> int:
+    """In how many strips of rows a (T, T) Gram is made, each up to the diagonal: of a triangle, 75% or 62% are left."""
+    # T = 128: 4 strips took 74% of the time of the whole square, 2 strips 80%; T = 32: 2 strips 75%, 4 strips 90%.
+    if T >= 128:
+        return 4
+    return 2 if T >= 32 else 1
+
+
+def _triangle(T: int) -> int:
+    """How many entries of a (T, T) Gram are formed."""
+    return sum((end - start) * end for start, end in strip_bounds(T))
+
+
+def strip_bounds(T: int) -> list[tuple[int, int]]:
+    """The rows of each strip, from one to another."""
+    step = -(-T // strips(T))
+    return [(start, min(start + step, T)) for start in range(0, T, step)]
+
+
+def gram_samples(B: int, T: int) -> int:
+    """How many samples' Grams are made at a time."""
+    return min(B, max(1, CHUNK // max(1, T * -(-T // strips(T)))))
+
+
+def direct_samples(B: int, p: int, d: int) -> int:
+    """How many samples' gradients are made at a time where they are not kept."""
+    return min(B, max(1, CHUNK // max(1, p * d)))
+
+
+# Blocks that hold their gradients, or rows of them
+
+
+def dense(B: int, p: int, d: int, item: int) -> Cost:
+    size = B * p * d * item
+    norms = Route("sum of squares", 0, 0, "the gradients are there")
+    direct = Route("as they are", 0, 0, "the gradients are there")
+    return Cost("Dense", B, 1, d, p, size, size, norms, direct, dense_sum(B, p * d), 0)
+
+
+def dense_sum(B: int, n: int) -> Route:
+    """sum_i c[i] g[i] of gradients of n numbers that are there."""
+    return Route("sum of gradients", 2 * B * n, 0, "the gradients are there")
+
+
+def rows(B: int, T: int, size: int, d: int, item: int) -> Cost:
+    """The gradient of a table of `size` rows of which each sample reads T."""
+    factors, table = B * T * (d * item + 8), B * size * d * item
+    norms = Route("sorted rows", 0, 4 * factors, "rows that a sample reads twice are added first")
+    direct = Route("scatter", 0, table, "every gradient is asked for")
+    total = Route("scatter of all samples", 0, factors, "one table")
+    return Cost("Rows", B, T, d, size, factors, table, norms, direct, total, 0)
+
+
+# The schedule of a clipped sum: the factors of clipping are known only when every parameter has been seen
+
+
+def schedule(costs: Mapping[str, Cost], budget: int | None) -> dict[str, str]:
+    """What is held of each parameter until the norms are known: "gradients", "factors", or nothing: "again".
+
+    `budget` bounds the bytes that are held; without one no parameter holds more than its factors.
+    """
+    found = {name: "gradients" if cost.dense <= cost.factors else "factors" for name, cost in costs.items()}
+    if budget is None:
+        return found
+    held = sum(min(cost.dense, cost.factors) for cost in costs.values())
+    # Over the budget: the largest go first, and are computed in a second backward.
+    for name in sorted(costs, key=lambda n: -min(costs[n].dense, costs[n].factors)):
+        if held <= budget:
+            break
+        held -= min(costs[name].dense, costs[name].factors)
+        found[name] = "again"
+
+    # Under it: gradients kept spare the norms' FLOPs, and cost writing once and reading twice.
+    def gain(name: str) -> float:
+        cost = costs[name]
+        spared = cost.norms.flops + cost.total.flops - cost.direct.flops
+        return spared - 3 * FLOPS_PER_BYTE * cost.dense
+
+    for name in sorted(costs, key=lambda n: -gain(n)):
+        extra = costs[name].dense - costs[name].factors
+        if found[name] == "factors" and gain(name) > 0 and held + extra <= budget:
+            held += extra
+            found[name] = "gradients"
+    return found
+
+
+def parse_bytes(value: int | str | None) -> int | None:
+    """ "2GiB", "500MB", 1_000_000 -> bytes."""
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        number, unit = value, ""
+    elif isinstance(value, str):
+        text = value.strip()
+        digits = text.rstrip("KMGTiBkmgtb ")
+        number, unit = _number(digits, value), text[len(digits) :].strip()
+    else:
+        raise ValueError(f"memory is a number of bytes or a text such as '2GiB', not {value!r}")
+    if unit not in _UNITS:
+        raise ValueError(f"memory is a number of bytes or a text such as '2GiB', not {value!r}")
+    if number is None:
+        return None
+    if number < 0:
+        raise ValueError(f"memory is not negative, as {value!r} is")
+    return int(number * _UNITS[unit])
+
+
+def _number(digits: str, value: str) -> float:
+    try:
+        return float(digits)
+    except ValueError:
+        raise ValueError(f"memory is a number of bytes or a text such as '2GiB', not {value!r}") from None
+
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{end}": base**power for power, prefix in enumerate("KMGT", 1) for end, base in (("B", 1000), ("iB", 1024))
+}

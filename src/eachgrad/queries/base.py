@@ -1,0 +1,139 @@
+"""What a question is, and how it is answered.
+
+A question is asked of gradients that are there (`PerSampleGrads`), or before the backward, and is answered
+parameter by parameter, as their gradients become known. Several batches in a row are answered as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from eachgrad import plan
+from eachgrad.blocks.base import real_dtype
+from eachgrad.gradient import Gradient, total
+from eachgrad.selection import matching
+
+
+@dataclass(frozen=True)
+class Over:
+    """The parameters a question is about, and what is known of their gradients' cost."""
+
+    parameters: Mapping[str, Tensor]
+    aliases: Mapping[str, str]
+    budget: int | None = None  # bytes that may be held until norms are known
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of an answer that no parameter takes part in."""
+        return max((real_dtype(p.dtype) for p in self.parameters.values()), key=lambda d: torch.finfo(d).bits)
+
+    def select(self, patterns: Iterable[str]) -> Over:
+        patterns = list(patterns)
+        wanted = {name for p in patterns for name in matching(p, self.parameters, self.aliases)}
+        if not wanted:
+            raise ValueError(
+                f"no parameter matches {', '.join(map(repr, patterns))}; there are {', '.join(self.parameters)}"
+            )
+        return replace(self, parameters={name: p for name, p in self.parameters.items() if name in wanted})
+
+
+@dataclass(frozen=True)
+class Query:
+    """A question. `select` asks it about some parameters alone."""
+
+    patterns: tuple[str, ...] | None = field(default=None, kw_only=True)
+    holds: ClassVar[bool] = False  # whether gradients are held until all are known
+
+    def select(self, pattern: str | Iterable[str]) -> Query:
+        """The same question about the parameters whose names match a glob, or one of several."""
+        return replace(self, patterns=(pattern,) if isinstance(pattern, str) else tuple(pattern))
+
+    def start(self, over: Over) -> Running:
+        raise NotImplementedError
+
+
+class Running:
+    """A question that is being answered.
+
+    A batch is `begin`, `add` for each parameter, `end`; what `add` has gathered counts only once the batch has
+    ended. Between them `again` may name parameters whose gradients are to be added a second time.
+    """
+
+    def __init__(self, over: Over):
+        self.over = over
+        self.samples = 0  # of the batches that have ended
+        self.batch_size = 0
+
+    def begin(self, batch_size: int, costs: Mapping[str, plan.Cost]) -> None:
+        self.batch_size = batch_size
+
+    def add(self, gradient: Gradient) -> None:
+        raise NotImplementedError
+
+    def again(self) -> set[str]:
+        return set()
+
+    def end(self) -> None:
+        self.samples += self.batch_size
+
+    def answer(self) -> Any:
+        raise NotImplementedError
+
+
+class PerSample(Running):
+    """One row per sample: summed over parameters, joined over batches."""
+
+    def begin(self, batch_size: int, costs: Mapping[str, plan.Cost]) -> None:
+        super().begin(batch_size, costs)
+        self.parts: dict[str, list[Tensor]] = {}
+
+    def __init__(self, over: Over):
+        super().__init__(over)
+        self.batches: dict[str, list[Tensor]] = {}
+
+    def row(self, gradient: Gradient) -> Tensor:  # (B, ...)
+        raise NotImplementedError
+
+    def key(self, name: str) -> str:
+        """Under which name the rows of a parameter are added up."""
+        return ""
+
+    def add(self, gradient: Gradient) -> None:
+        value = self.row(gradient)
+        parts = self.parts.setdefault(self.key(gradient.name), [])
+        parts[:] = [total([*parts, value])] if parts else [value]
+
+    def end(self) -> None:
+        for key, (value,) in self.parts.items():
+            self.batches.setdefault(key, []).append(value)
+        super().end()
+
+    def joined(self) -> dict[str, Tensor]:
+        return {key: torch.cat(values) for key, values in self.batches.items()}
+
+
+class PerParameter(Running):
+    """One tensor per parameter, added up over batches."""
+
+    def __init__(self, over: Over):
+        super().__init__(over)
+        self.sums: dict[str, Tensor] = {}
+
+    def begin(self, batch_size: int, costs: Mapping[str, plan.Cost]) -> None:
+        super().begin(batch_size, costs)
+        self.batch: dict[str, Tensor] = {}
+
+    def end(self) -> None:
+        for name, value in self.batch.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        self.batch = {}
+        super().end()
+
+    def in_order(self, divisor: float | None = None) -> dict[str, Tensor]:
+        found = {name: self.sums[name] for name in self.over.parameters if name in self.sums}
+        return found if divisor is None else {name: value / divisor for name, value in found.items()}

@@ -1,0 +1,107 @@
+"""Mean, second moment and variance over samples, and the noise scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eachgrad import plan
+from eachgrad.gradient import Gradient, total
+from eachgrad.moments import Moments, Noise, NoiseScale
+from eachgrad.queries.base import Over, PerParameter, Query, Running
+
+
+@dataclass(frozen=True)
+class Mean(Query):
+    def start(self, over: Over) -> Running:
+        return RunningMean(over)
+
+
+class RunningMean(PerParameter):
+    def add(self, gradient: Gradient) -> None:
+        self.batch[gradient.name] = gradient.mean() * self.batch_size
+
+    def answer(self) -> dict[str, Tensor]:
+        return self.in_order(self.samples)
+
+
+@dataclass(frozen=True)
+class SecondMoment(Query):
+    def start(self, over: Over) -> Running:
+        return RunningSecond(over)
+
+
+class RunningSecond(PerParameter):
+    def add(self, gradient: Gradient) -> None:
+        self.batch[gradient.name] = gradient.sum_of_squares()
+
+    def answer(self) -> dict[str, Tensor]:
+        return self.in_order(self.samples)
+
+
+@dataclass(frozen=True)
+class Variance(Query):
+    unbiased: bool = True
+
+    def start(self, over: Over) -> Running:
+        return RunningVariance(over, self.unbiased)
+
+
+class RunningVariance(Running):
+    def __init__(self, over: Over, unbiased: bool):
+        super().__init__(over)
+        self.unbiased = unbiased
+        self.moments: dict[str, Moments] = {}
+
+    def begin(self, batch_size: int, costs: Mapping[str, plan.Cost]) -> None:
+        super().begin(batch_size, costs)
+        self.batch: dict[str, Moments] = {}
+
+    def add(self, gradient: Gradient) -> None:
+        mean = gradient.mean()
+        self.batch[gradient.name] = Moments(self.batch_size, mean, gradient.sum_of_squares(mean))
+
+    def end(self) -> None:
+        for name, value in self.batch.items():
+            self.moments[name] = self.moments[name] + value if name in self.moments else value
+        super().end()
+
+    def answer(self) -> dict[str, Tensor]:
+        if self.samples <= self.unbiased:
+            raise ValueError(f"an unbiased variance needs two samples at least, not {self.samples}")
+        return {name: self.moments[name].squares / (self.samples - self.unbiased) for name in self.over.parameters}
+
+
+@dataclass(frozen=True)
+class GradientNoise(Query):
+    def start(self, over: Over) -> Running:
+        return RunningNoise(over)
+
+
+class RunningNoise(Running):
+    def __init__(self, over: Over):
+        super().__init__(over)
+        self.noise = Noise()
+
+    def begin(self, batch_size: int, costs: Mapping[str, plan.Cost]) -> None:
+        super().begin(batch_size, costs)
+        self.squares: list[Tensor] = []
+        self.dots: list[Tensor] = []
+        self.sums: dict[str, Tensor] = {}
+
+    def add(self, gradient: Gradient) -> None:
+        ones = torch.ones(self.batch_size)
+        self.sums[gradient.name] = gradient.weighted_sum(ones)
+        self.squares.append(gradient.squared_norms())
+        self.dots.append(gradient.dot(self.sums[gradient.name]))
+
+    def end(self) -> None:
+        none = [torch.zeros(self.batch_size)]
+        self.noise.add(total(self.squares or none), total(self.dots or none), self.sums)
+        super().end()
+
+    def answer(self) -> NoiseScale:
+        return self.noise.scale()

@@ -1,0 +1,160 @@
+"""Norms, and sums over samples: weighted, and clipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eachgrad import plan
+from eachgrad.gradient import Gradient, total
+from eachgrad.queries.base import Over, PerParameter, PerSample, Query, Running
+from eachgrad.selection import clip_factors, grouped
+
+
+@dataclass(frozen=True)
+class Norms(Query):
+    by: str | None = None
+
+    def start(self, over: Over) -> Running:
+        if self.by not in (None, "parameter", "module"):
+            raise ValueError(f'norms(by=...) is None, "parameter" or "module", not {self.by!r}')
+        return RunningNorms(over, self.by)
+
+
+class RunningNorms(PerSample):
+    def __init__(self, over: Over, by: str | None):
+        super().__init__(over)
+        self.by = by
+
+    def row(self, gradient: Gradient) -> Tensor:
+        return gradient.squared_norms()
+
+    def key(self, name: str) -> str:
+        if self.by is None:
+            return ""
+        return name if self.by == "parameter" else name.rpartition(".")[0]
+
+    def answer(self) -> Any:
+        found = {key: squares.sqrt() for key, squares in self.joined().items()}
+        if self.by is None:
+            return found.get("", torch.zeros(self.samples))
+        keys = dict.fromkeys(self.key(name) for name in self.over.parameters)
+        return {key: found[key] for key in keys}
+
+
+@dataclass(frozen=True)
+class TopkNorms(Query):
+    k: int
+    largest: bool = True
+
+    def start(self, over: Over) -> Running:
+        return RunningTopk(over, self)
+
+
+class RunningTopk(RunningNorms):
+    def __init__(self, over: Over, query: TopkNorms):
+        super().__init__(over, None)
+        self.query = query
+
+    def answer(self) -> tuple[Tensor, Tensor]:
+        if not 0 <= self.query.k <= self.samples:
+            raise ValueError(f"k is between 0 and the {self.samples} samples, not {self.query.k}")
+        values, indices = super().answer().topk(self.query.k, largest=self.query.largest)
+        return values, indices
+
+
+@dataclass(frozen=True)
+class WeightedSum(Query):
+    c: Tensor
+
+    def start(self, over: Over) -> Running:
+        return RunningSum(over, self.c)
+
+
+class RunningSum(PerParameter):
+    """The weights are those of all batches, one after another."""
+
+    def __init__(self, over: Over, c: Tensor):
+        super().__init__(over)
+        self.c = c
+
+    def add(self, gradient: Gradient) -> None:
+        c, end = self.c, self.samples + self.batch_size
+        if c.ndim not in (1, 2) or end > c.shape[-1]:
+            raise ValueError(f"one weight per sample is ({end},) or (K, {end}), not {tuple(c.shape)}")
+        self.batch[gradient.name] = gradient.weighted_sum(c[..., self.samples : end])
+
+    def answer(self) -> dict[str, Tensor]:
+        if self.c.shape[-1] != self.samples:
+            raise ValueError(
+                f"one weight per sample is ({self.samples},) or (K, {self.samples}), not {tuple(self.c.shape)}"
+            )
+        return self.in_order()
+
+
+@dataclass(frozen=True)
+class ClippedSum(Query):
+    max_norm: float | Mapping[str, float]
+    groups: str | Mapping[str, Iterable[str]] | None = None
+    normalise: bool = False
+    gamma: float = 0.01
+    nonfinite: str = "raise"
+    holds = True
+
+    def start(self, over: Over) -> Running:
+        return RunningClip(over, self)
+
+
+class RunningClip(PerParameter):
+    """Norms as the gradients come; the sum when all norms are known."""
+
+    def __init__(self, over: Over, query: ClippedSum):
+        super().__init__(over)
+        self.query = query
+        self.members = grouped(query.groups, over.parameters, over.aliases)
+        self.owner = {name: group for group, names in self.members.items() for name in names}
+        self._factors({group: torch.ones(1) for group in self.members})  # bounds and options, before any work
+
+    def begin(self, batch_size: int, costs: Mapping[str, plan.Cost]) -> None:
+        super().begin(batch_size, costs)
+        self.how = plan.schedule({n: costs[n] for n in self.over.parameters}, self.over.budget)
+        self.squares: dict[str, Tensor] = {}
+        self.held: dict[str, Gradient] = {}
+        self.factors: tuple[dict[str, Tensor], Tensor | None] | None = None
+
+    def add(self, gradient: Gradient) -> None:
+        if self.factors is not None:  # a second time
+            self._sum(gradient)
+            return
+        how = self.how[gradient.name]
+        if how == "gradients" and not gradient.has_norms:
+            gradient = gradient.kept()
+        self.squares[gradient.name] = gradient.squared_norms()
+        if how != "again":
+            self.held[gradient.name] = gradient
+
+    def again(self) -> set[str]:
+        none = torch.zeros(self.batch_size)
+        norms = {g: total([self.squares[n] for n in names] or [none]).sqrt() for g, names in self.members.items()}
+        self.factors = self._factors(norms)
+        for name in list(self.held):
+            self._sum(self.held.pop(name))
+        return set(self.squares) - set(self.batch)
+
+    def _sum(self, gradient: Gradient) -> None:
+        assert self.factors is not None
+        factors, index = self.factors
+        taken = gradient if index is None else gradient.take(index)
+        self.batch[gradient.name] = taken.weighted_sum(factors[self.owner[gradient.name]])
+
+    def _factors(self, norms: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
+        query = self.query
+        gamma = query.gamma if query.normalise else None
+        return clip_factors(norms, query.max_norm, gamma, query.nonfinite, self.samples)
+
+    def answer(self) -> dict[str, Tensor]:
+        return self.in_order()

@@ -1,0 +1,65 @@
+"""The stream tap: gradients handed over parameter by parameter while the backward runs, and let go at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from eachgrad import layout as lay
+from eachgrad.blocks import Block, add
+from eachgrad.gradient import Gradient
+from eachgrad.solve import Passes, Solved, blocks_of, grads_untouched
+
+
+def visit(
+    passes: Passes,
+    losses: Tensor,
+    layouts: Sequence[lay.Layout | None],
+    parameters: Mapping[str, Tensor],
+    arrived: Callable[[Gradient], None],
+    names: set[str] | None = None,
+    last: bool = True,
+) -> None:
+    """One backward; `arrived` gets each parameter's gradients once the last of its uses has been reached.
+
+    `names`: of these parameters alone. `last`: the graph, and the arguments of each use, are freed on the way.
+    """
+    recorder, B = passes.recorder, len(losses)
+    reached = [_parameters_of(passes, n) if place is not None else set() for n, place in enumerate(layouts)]
+    wanted = set(parameters) if names is None else names
+    waiting = Counter(name for some in reached for name in some & wanted)
+    parts: dict[str, list[Block]] = {}
+
+    def complete(name: str) -> None:
+        found = parts.pop(name, None)
+        arrived(Gradient(name, parameters[name], add(found) if found else None, B))
+
+    def use_arrived(n: int, g: Tensor) -> None:
+        use, place = recorder.uses[n], layouts[n]
+        if place is None or not reached[n] & wanted:
+            return
+        found = blocks_of(recorder, [(Solved(use, g, place), {id(s) for s in use.sources})], B) if g.numel() else {}
+        if last:
+            use.release()
+        for name, block in found.items():
+            if name in wanted:
+                parts.setdefault(name, []).append(block)
+        for name in reached[n] & wanted:
+            waiting[name] -= 1
+            if not waiting[name]:
+                complete(name)
+
+    with grads_untouched(passes.leaves):
+        passes.stream([losses], [torch.ones_like(losses)], use_arrived, keep=not last)
+    # What no gradient came to: parameters without a use, and uses behind something that gives none.
+    for name in parameters:
+        if name in wanted and (waiting[name] or not any(name in some for some in reached)):
+            complete(name)
+
+
+def _parameters_of(passes: Passes, n: int) -> set[str]:
+    tensors = passes.recorder.tensors
+    return {name for source in passes.recorder.uses[n].sources for name in tensors.names_of(source)}
