@@ -50,8 +50,8 @@ def cnn() -> Setup:
     return model, torch.randn(128, 3, 32, 32), torch.randint(0, 10, (128,))
 
 
-def transformer() -> Setup:
-    return Transformer(), torch.randint(0, 1000, (16, 128)), torch.randint(0, 1000, (16,))
+def transformer(B: int = 16) -> Setup:
+    return Transformer(), torch.randint(0, 1000, (B, 128)), torch.randint(0, 1000, (B,))
 
 
 def lstm() -> Setup:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import eachgrad
-from eachgrad.blocks import outer, patches
+from eachgrad import plan
 
 B = 64
 
@@ -141,8 +141,7 @@ def test_the_direct_routes_go_in_chunks(make, shape, query, monkeypatch):
     model, x = make().double(), torch.randn(shape).double()
     whole = QUERIES[query](recorded(model, x))
     chunk = 8 * model.weight.numel()
-    monkeypatch.setattr(outer, "DIRECT_CHUNK", chunk)
-    monkeypatch.setattr(patches, "DIRECT_CHUNK", chunk)
+    monkeypatch.setattr(plan, "CHUNK", chunk)
     grads = recorded(model, x)
     inputs = max(x.numel(), math.prod(model(x).shape))
     with Largest() as largest:

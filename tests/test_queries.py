@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import eachgrad
 from cases import CASES, B, Case, batch, d, ids, net, reals, weight
-from eachgrad import CaptureError, Dense, Outer, Patches, PerSampleGrads, Rows, Sum, projection
-from eachgrad.blocks import Block, Geometry, base, outer, patches
+from eachgrad import CaptureError, PerSampleGrads, plan, projection
+from eachgrad.blocks import Block, Dense, Geometry, Outer, Patches, Rows, Sum, base
 from eachgrad.gradient import Gradient
 from oracle import assert_same, loop
 from test_cases import answer, norms, record_and_answer, squared_norms, truth, weighted
@@ -206,8 +206,7 @@ def test_query_in_small_pieces(case: Case, query: Callable[..., None], monkeypat
     monkeypatch.setattr(base, "TILE", 7)
     monkeypatch.setattr(base, "RUN", 4)
     monkeypatch.setattr(projection, "NUMBERS", 12)
-    for module in (outer, patches):
-        monkeypatch.setattr(module, "DIRECT_CHUNK", 7)
+    monkeypatch.setattr(plan, "CHUNK", 7)
     query(answer(case), truth(case))
 
 
@@ -506,8 +505,7 @@ def test_the_dense_routes_go_in_tiles(make, data, query, monkeypatch):
     model = make()
     monkeypatch.setattr(base, "TILE", 1 << 14)
     monkeypatch.setattr(projection, "NUMBERS", 1 << 14)
-    for module in (outer, patches):
-        monkeypatch.setattr(module, "DIRECT_CHUNK", 1 << 14)
+    monkeypatch.setattr(plan, "CHUNK", 1 << 14)
     grads = recorded(model, data())
     with Largest() as largest:
         TILED[query](grads)

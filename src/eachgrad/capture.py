@@ -54,6 +54,7 @@ class Recorder(TorchFunctionMode):
         self.attach = attach  # keep strong uses attached too, so that a plain gradient can be taken
         self.uses: list[Use] = []
         self.paused = False  # let everything pass: the library itself is at work
+        self.passes = 0  # backward passes run so far
         self.replaying = False  # a checkpoint runs its forward again: do the same, record nothing
         self.on_recompute: Callable[[Use], None] | None = None  # a reentrant one: hand each use over
         self.without_rule: dict[str, str] = {}  # parameter -> op it met that has no rule

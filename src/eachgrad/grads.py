@@ -13,7 +13,7 @@ from eachgrad.moments import NoiseScale
 from eachgrad.queries.ask import ask_one
 
 if TYPE_CHECKING:
-    from eachgrad.explain import Explanation
+    from eachgrad.explanation import Explanation
     from eachgrad.receipt import Receipt, Record
 
 __all__ = ["Gradient", "PerSampleGrads"]
@@ -127,7 +127,7 @@ class PerSampleGrads(Mapping[str, Gradient]):
 
     def explain(self, query: str = "clipped_sum") -> Explanation:
         """One row per use of a parameter: the route that `query` takes for it, its FLOPs, its bytes, and why."""
-        from eachgrad.explain import of_grads
+        from eachgrad.explanation import of_grads
 
         return of_grads(self, query)
 

@@ -55,7 +55,7 @@ def of_graph(nodes: Sequence[Node], since: int) -> Hashable:
     return tuple(found)
 
 
-def _options(node: Node) -> Hashable:
+def _options(node: Node) -> tuple[Hashable, ...] | None:
     if isinstance(node, BackwardCFunction):  # written in Python: its options are not seen
         return None
     found: list[Hashable] = [tuple(m.shape) for m in node._input_metadata]

@@ -55,6 +55,7 @@ class Passes:
             with grads_untouched([*self.leaves, *self.recorder.leaves]):
                 self.stream(roots, weights, found.__setitem__)
             return [found.get(n) for n in range(len(self.recorder.uses))]
+        self.recorder.passes += 1
         taps = [use.tap.edge for use in self.recorder.uses]
         if not taps:
             return []

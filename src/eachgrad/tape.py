@@ -102,7 +102,8 @@ class Tape:
         self.recorder.__exit__(*error)
         self._eager.__exit__(*error)
         _active.tape, self._state = None, "recorded"
-        self._end = torch.autograd._get_sequence_nr()  # what autograd makes from here on is no part of the recording
+        # What autograd makes from here on is no part of the recording.
+        self._end = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
         for hook in self._hooks:
             hook.remove()
 

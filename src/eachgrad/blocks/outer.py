@@ -11,8 +11,6 @@ from torch import Tensor
 from eachgrad import plan
 from eachgrad.blocks.base import Block, Fold, accumulation_dtype, dots, product, recomputed, scaled, squared_norms
 
-DIRECT_CHUNK = 1 << 23
-
 
 @dataclass(frozen=True)
 class Outer(Block):

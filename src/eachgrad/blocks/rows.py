@@ -40,7 +40,8 @@ class Rows(Block):
         return out.index_add(0, self.index.clamp(min=0).flatten(), value.flatten(0, 1))
 
     def cost(self) -> plan.Cost:
-        return plan.rows(*self.index.shape, self.size, self.value.shape[2], self.value.element_size())
+        B, T, d = self.value.shape
+        return plan.rows(B, T, self.size, d, self.value.element_size())
 
     def squared_norms(self) -> Tensor:
         sums, owner, _, _ = self._runs()

@@ -114,7 +114,7 @@ class PerSample(Running):
         super().end()
 
     def joined(self) -> dict[str, Tensor]:
-        return {key: torch.cat(values) for key, values in self.batches.items()}
+        return {key: torch.cat(values) if len(values) > 1 else values[0] for key, values in self.batches.items()}
 
 
 class PerParameter(Running):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn import functional as F
 
-from eachgrad.blocks import Block, Dense, Geometry, Patches
+from eachgrad.blocks import Block, Dense, Geometry, Patches, accumulation_dtype
 from eachgrad.rules.registry import NeedsLoop, rule
 
 Size = int | Sequence[int]
@@ -16,6 +16,11 @@ Size = int | Sequence[int]
 def _tuple(value: Size, n: int) -> tuple[int, ...]:
     value = (value,) if isinstance(value, int) else tuple(value)
     return value * n if len(value) == 1 else value
+
+
+def _summed(g: Tensor) -> Tensor:
+    """(B, p, *out) -> (B, p), in float32 or better."""
+    return g.flatten(2).sum(2, dtype=accumulation_dtype(g.dtype))
 
 
 def geometry(weight: Tensor, stride: Size, padding: Size | str, dilation: Size, groups: int) -> Geometry:
@@ -49,7 +54,7 @@ def _convolution(
         raise NeedsLoop
     x = input.to(g.dtype).conj().unsqueeze(1)
     where = geometry(weight, stride, padding, dilation, groups)
-    return {"weight": Patches(x, g.unsqueeze(1), where), "bias": Dense(g.flatten(2).sum(2))}
+    return {"weight": Patches(x, g.unsqueeze(1), where), "bias": Dense(_summed(g))}
 
 
 @rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, values=False)
@@ -69,4 +74,4 @@ def _transposed_convolution(
     # The transpose reads where the convolution writes: the output gradient is what is cut into patches.
     where = geometry(weight, stride, padding, dilation, groups)
     x = input.to(g.dtype).conj().unsqueeze(1)
-    return {"weight": Patches(g.unsqueeze(1), x, where), "bias": Dense(g.flatten(2).sum(2))}
+    return {"weight": Patches(g.unsqueeze(1), x, where), "bias": Dense(_summed(g))}

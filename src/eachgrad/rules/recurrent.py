@@ -21,7 +21,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from eachgrad.blocks import Block, Dense, Outer
 from eachgrad.rules import scan
-from eachgrad.rules.linear import all_but_last, positions
+from eachgrad.rules.linear import all_but_last, positions, summed
 from eachgrad.rules.registry import composite, rule
 
 
@@ -45,22 +45,19 @@ def bare(weight: Tensor) -> Tensor:
     return weight
 
 
-def gru_hidden(input: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor) -> Tensor:
+def gru_hidden(input: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor) -> Tensor:
     """What a GRU's hidden state adds to its gates; the candidate's share passes the reset gate."""
-    bias = bias if bias is None else bias.to(z.dtype)
-    hidden = F.linear(input.to(z.dtype), weight.to(z.dtype), bias)
+    bias = bias if bias is None else bias.to(reset.dtype)
+    hidden = F.linear(input.to(reset.dtype), weight.to(reset.dtype), bias)
     H = input.shape[-1]
-    reset = torch.sigmoid(z[..., :H] + hidden[..., :H]).detach()
     return torch.cat([hidden[..., : 2 * H], hidden[..., 2 * H :] * reset], -1)
 
 
-@rule(gru_hidden, samples=("input", "z"), lead=all_but_last)
-def _gru_hidden(g: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor) -> dict[str, Block]:
+@rule(gru_hidden, samples=("input", "reset"), lead=all_but_last, values=False)
+def _gru_hidden(g: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor) -> dict[str, Block]:
     H = input.shape[-1]
-    hidden = F.linear(input.to(z.dtype), weight[:H].to(z.dtype), None if bias is None else bias[:H].to(z.dtype))
-    reset = torch.sigmoid(z[..., :H] + hidden).to(g.dtype)
-    g = positions(torch.cat([g[..., : 2 * H], g[..., 2 * H :] * reset], -1))
-    return {"weight": Outer(g, positions(input.to(g.dtype))), "bias": Dense(g.sum(1))}
+    g = positions(torch.cat([g[..., : 2 * H], g[..., 2 * H :] * reset.to(g.dtype)], -1))
+    return {"weight": Outer(g, positions(input.to(g.dtype))), "bias": Dense(summed(g))}
 
 
 @dataclass(frozen=True)
@@ -91,6 +88,10 @@ class _Steps:
         return starts[lengths[sequence] - 1 - step] + sequence
 
 
+# Rows (N, H), final states (B, H), and what `use_at` is told: h before each row, and a GRU's reset gates.
+_Run = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]
+
+
 @dataclass(frozen=True)
 class _Layer:
     """One direction of one layer."""
@@ -112,17 +113,11 @@ class _Layer:
             z = z.requires_grad_()
         w_hh, b_hh = bare(self.w_hh), None if self.b_hh is None else bare(self.b_hh)
         run = self._fused if z.is_cuda else self._scan
-        out, final = run(z, w_hh, b_hh, state, steps)
-        previous, _ = scan.states(state[0].detach().to(out.dtype), out.detach(), steps.sizes)
-        if self.kind == "gru":
-            use_at(z, gru_hidden, previous, self.w_hh, self.b_hh, z.detach())
-        else:
-            use_at(z, F.linear, previous, self.w_hh, self.b_hh)
+        out, final, kept = run(z, w_hh, b_hh, state, steps)
+        use_at(z, gru_hidden if self.kind == "gru" else F.linear, kept[0], self.w_hh, self.b_hh, *kept[1:])
         return out, final
 
-    def _fused(
-        self, z: Tensor, w_hh: Tensor, b_hh: Tensor | None, state: tuple[Tensor, ...], steps: _Steps
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _fused(self, z: Tensor, w_hh: Tensor, b_hh: Tensor | None, state: tuple[Tensor, ...], steps: _Steps) -> _Run:
         with torch._C.DisableTorchFunction(), warnings.catch_warnings():
             # cuDNN packs the identity and the weights together at every call: known, and small.
             warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous")
@@ -141,23 +136,33 @@ class _Layer:
             else:
                 sizes = torch.tensor(steps.sizes)
                 out, *final = op(z, sizes, hx, weights, biases, 1, 0.0, True, False)
-            return out, tuple(s.squeeze(0) for s in final)
+            kept = self._before(z.detach().view(len(out), -1), states[0], out.detach(), steps)
+            return out, tuple(s.squeeze(0) for s in final), kept
 
-    def _scan(
-        self, z: Tensor, w_hh: Tensor, b_hh: Tensor | None, state: tuple[Tensor, ...], steps: _Steps
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _before(self, z: Tensor, state: Tensor, out: Tensor, steps: _Steps) -> tuple[Tensor, ...]:
+        """The hidden state before each row, and a GRU's reset gates."""
+        previous = scan.before(state.detach().squeeze(0), out, steps.sizes)
+        if self.kind != "gru":
+            return (previous,)
+        H = previous.shape[1]
+        w_hr, b_hr = (None if t is None else t[:H].detach().to(z.dtype) for t in (self.w_hh, self.b_hh))
+        assert w_hr is not None
+        return previous, torch.sigmoid(z[:, :H] + F.linear(previous, w_hr, b_hr))
+
+    def _scan(self, z: Tensor, w_hh: Tensor, b_hh: Tensor | None, state: tuple[Tensor, ...], steps: _Steps) -> _Run:
         with torch._C.DisableTorchFunction(), torch.autocast(z.device.type, enabled=False):
             # Sixteen bits are too few for states that are added up over the steps.
             given, dtype = z.dtype, torch.promote_types(z.dtype, torch.float32)
             z, states = z.to(dtype), [s.to(dtype) for s in state]
             weights = w_hh.to(dtype), None if b_hh is None else b_hh.to(dtype)
             if self.kind == "lstm":
-                out, *final = scan.LSTM.apply(z, *weights, *states, steps.sizes)
+                found = scan.LSTM.apply(z, *weights, *states, steps.sizes)
             elif self.kind == "gru":
-                out, *final = scan.GRU.apply(z, *weights, *states, steps.sizes)
+                found = scan.GRU.apply(z, *weights, *states, steps.sizes)
             else:
-                out, *final = scan.RNN.apply(z, *weights, *states, steps.sizes, self.kind == "rnn_relu")
-            return out.to(given), tuple(s.to(given) for s in final)
+                found = scan.RNN.apply(z, *weights, *states, steps.sizes, self.kind == "rnn_relu")
+            out, *rest = (t.to(given) for t in found)
+            return out, tuple(rest[: len(state)]), tuple(rest[len(state) :])
 
     def _loop(self, x: Tensor, state: tuple[Tensor, ...], steps: _Steps) -> tuple[Tensor, tuple[Tensor, ...]]:
         """A step at a time, for an LSTM with projections."""

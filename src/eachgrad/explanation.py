@@ -1,0 +1,176 @@
+"""explain: which route an answer takes for each use of a parameter, what it costs, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from eachgrad import footprint, plan
+from eachgrad import uses as use_blocks
+from eachgrad.blocks import Block
+from eachgrad.receipt import call_loss
+
+if TYPE_CHECKING:
+    from eachgrad.grads import PerSampleGrads
+
+QUERIES = ("norms", "weighted_sum", "clipped_sum", "dense")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One use of one parameter."""
+
+    parameter: str
+    op: str
+    where: str
+    B: int
+    T: int
+    d: int
+    p: int
+    representation: str
+    route: str
+    flops: int
+    bytes: int  # held until the answer is known
+    reason: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What an answer does, use by use, and in all."""
+
+    query: str
+    rows: tuple[Row, ...]
+    weights: int  # FLOPs of the weights' gradients in a plain backward, which the answer replaces
+    passes: int | None = None  # FLOPs of the recorded forward and backward, counted
+    peak: int | None = None  # bytes at the highest point of forward, backward and answer, above the model, predicted
+
+    @property
+    def flops(self) -> int:
+        """Of the answer alone, beside forward and backward."""
+        return sum(row.flops for row in self.rows)
+
+    @property
+    def total(self) -> int | None:
+        """Of forward, backward and answer together."""
+        return None if self.passes is None else self.passes + self.flops
+
+    @property
+    def plain(self) -> int | None:
+        """Of a plain forward and backward."""
+        return None if self.passes is None else self.passes + self.weights
+
+    def __str__(self) -> str:
+        head = ("parameter", "op", "B", "T", "d", "p", "held as", "route", "MFLOP", "KiB", "reason")
+        lines = [
+            (
+                row.parameter, row.op.rpartition(".")[2], *map(str, (row.B, row.T, row.d, row.p)), row.representation,
+                row.route, f"{row.flops / 1e6:,.1f}", f"{row.bytes / 1024:,.0f}", row.reason,
+            )
+            for row in self.rows
+        ]  # fmt: skip
+        widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+        numeric = {2, 3, 4, 5, 8, 9}
+        text = [
+            "  ".join(
+                c.rjust(w) if k in numeric else c.ljust(w) for k, (c, w) in enumerate(zip(line, widths, strict=True))
+            )
+            for line in (head, *lines)
+        ]
+        return "\n".join([*(line.rstrip() for line in text), *self._totals()])
+
+    def _totals(self) -> list[str]:
+        found = [
+            f"{self.query}: {self.flops / 1e6:,.1f} MFLOP, where a plain backward spends {self.weights / 1e6:,.1f} on "
+            "the same weights"
+        ]
+        if self.total is not None and self.plain:
+            found.append(
+                f"forward, backward and answer: {self.total / 1e6:,.1f} MFLOP, {self.total / self.plain:.2f} times a plain "
+                f"forward and backward ({self.plain / 1e6:,.1f})"
+            )
+        if self.peak is not None:
+            found.append(f"peak memory above the model: {self.peak / 2**20:,.1f} MiB")
+        return found
+
+
+def of_grads(grads: PerSampleGrads, query: str) -> Explanation:
+    """The explanation of a question about gradients that are there."""
+    if query not in QUERIES:
+        raise ValueError(f"explain knows {', '.join(QUERIES)}, not {query!r}")
+    costs = {name: gradient.cost() for name, gradient in grads.items()}
+    held = plan.schedule(costs, grads._budget)
+    parts = _by_use(grads)
+    rows: list[Row] = []
+    for name, cost in costs.items():
+        some = parts.get(name, [])
+        if not some:
+            unused = Row(
+                name, "none", "", cost.B, 0, cost.d, cost.p, "nothing", "zero", 0, 0, "the loss does not use it"
+            )
+            rows.append(unused)
+            continue
+        route = plan.answer(cost, query, held[name])
+        whole = sum(part.factors for _, part in some)
+        for use, part in some:
+            share = part.factors / whole if whole else 1 / len(some)
+            reason = route.reason if len(some) == 1 else f"{len(some)} uses together; {route.reason}"
+            rows.append(
+                Row(
+                    name, use.name, use.where, part.B, part.T, part.d, part.p, part.kind, route.name,
+                    round(route.flops * share), round(route.bytes * share), reason,
+                )
+            )  # fmt: skip
+    return Explanation(query, tuple(rows), sum(cost.weight for cost in costs.values()))
+
+
+def _by_use(grads: PerSampleGrads) -> dict[str, list[tuple[Any, plan.Cost]]]:
+    """{parameter: its uses, each with the cost of its block}."""
+    tensors = grads._record.recorder.tensors
+    found: dict[str, list[tuple[Any, plan.Cost]]] = {}
+    for item, wanted in grads._record.accepted:
+        if not wanted or item.layout is None:
+            continue
+        blocks: Iterable[Block] = use_blocks.blocks(item.use, item.g, item.layout, grads.batch_size)
+        for source, block in zip(item.use.sources, blocks, strict=True):
+            if id(source) not in wanted:
+                continue
+            cost = block.cost()
+            if id(source) not in tensors.parameters:
+                cost = replace(cost, kind=f"{cost.kind}, derived")
+            for name in tensors.names_of(source):
+                if name in grads:
+                    found.setdefault(name, []).append((item.use, cost))
+    return found
+
+
+def explain(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor],
+    *batch: Any,
+    query: str = "clipped_sum",
+    memory: int | str | None = None,
+    batch_dim: int = 0,
+    loss_reduction: str | None = None,
+) -> Explanation:
+    """What `query` costs for this model and batch: one row per use of a parameter, and totals. Print it.
+
+    Runs the forward and the backward once, and counts them; the answer itself is predicted. `loss_fn` is as for
+    `verify`. The peak memory is that of `tape.ask`, once the layouts are known.
+    """
+    from eachgrad.tape import record
+
+    forward, backward = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    with record(model, batch_dim=batch_dim, memory=memory) as tape, footprint.Saved(tape.recorder) as saved, forward:
+        losses = call_loss(model, loss_fn, batch)
+    with backward:
+        grads = tape.backward(losses, loss_reduction)
+    passes = forward.get_total_flops() + backward.get_total_flops() // max(1, tape.recorder.passes)
+    found = of_grads(grads, query)
+    held = plan.schedule({name: g.cost() for name, g in grads.items()}, tape.budget)
+    peak = footprint.peak(saved, grads, query, held, [t for t in batch if isinstance(t, torch.Tensor)])
+    return replace(found, passes=passes, peak=peak)
