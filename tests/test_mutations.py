@@ -284,7 +284,9 @@ def test_an_error_in_the_loop(monkeypatch):
 
 
 def test_an_error_in_a_dense_rule_is_made_up_for_by_the_loop(monkeypatch):
-    monkeypatch.setitem(RULES, torch.trapezoid, dataclasses.replace(RULES[F.linear], function=ViaVmap(torch.trapezoid)))
+    monkeypatch.setitem(
+        RULES, torch.trapezoid, dataclasses.replace(RULES[F.linear], function=ViaVmap(torch.trapezoid), run=None)
+    )
     check = lambda: check_rule(torch.trapezoid, torch.randn(3, 5), torch.randn(5, requires_grad=True))  # noqa: E731
     check()
     monkeypatch.setattr(ViaVmap, "__call__", wrapped(ViaVmap.__call__, off))

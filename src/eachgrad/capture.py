@@ -15,7 +15,7 @@ a candidate and stays attached; the gradients decide afterwards whether its outp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -23,7 +23,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 
 from eachgrad.errors import CaptureError, UnsupportedOp
 from eachgrad.functions import DERIVATIVES, EXPANDING, PASSIVE, call_site, can_be_opened, op_name, opened
@@ -53,7 +53,6 @@ class Recorder(TorchFunctionMode):
         self.batch_size = batch_size
         self.attach = attach  # keep strong uses attached too, so that a plain gradient can be taken
         self.uses: list[Use] = []
-        self.paused = False  # let everything pass: the library itself is at work
         self.passes = 0  # backward passes run so far
         self.replaying = False  # a checkpoint runs its forward again: do the same, record nothing
         self.on_recompute: Callable[[Use], None] | None = None  # a reentrant one: hand each use over
@@ -69,7 +68,7 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.OpOverloadPacket):
             func = as_called(func)
-        found = [] if self.paused else tensors_in((args, kwargs))
+        found = tensors_in((args, kwargs))
         if not found or func in PASSIVE:
             return func(*args, **kwargs)
         if not torch.is_grad_enabled():
@@ -202,7 +201,7 @@ class Recorder(TorchFunctionMode):
             # A derived tensor may be changed in place later: keep it as it is derived now.
             stable[key] = t if key in self.tensors.parameters else same(t)
         call_args, call_kwargs = replace((args, kwargs), seen)
-        out = func(*call_args, **call_kwargs)
+        out = (RULES[func].run or func)(*call_args, **call_kwargs)
         if not out.requires_grad:
             out = Begin.apply(torch.zeros((), requires_grad=True), out)
         args, kwargs = replace((args, kwargs), stable)
@@ -251,15 +250,21 @@ class Recorder(TorchFunctionMode):
             self._add(self._use(op, args, {}, list(sources.values()), z, True, aliases))
 
     @contextmanager
+    def away(self) -> Iterator[None]:
+        """Not active for a while, where it is the innermost mode: nothing is seen, at no cost."""
+        stack = _get_current_function_mode_stack()
+        with _pop_mode_temporarily() if stack and stack[-1] is self else nullcontext():
+            yield
+
+    @contextmanager
     def replay(self) -> Iterator[None]:
         """Active during a backward: what a checkpoint runs again must run as it did the first time."""
-        before = self.replaying, self.paused
-        self.replaying, self.paused = True, False
+        before, self.replaying = self.replaying, True
         try:
             with self:
                 yield
         finally:
-            self.replaying, self.paused = before
+            self.replaying = before
 
     def _add(self, use: Use) -> None:
         if use.strong:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from eachgrad import layout as lay
 from eachgrad.blocks import Block, Dense, Fold, add
 from eachgrad.errors import CaptureError
-from eachgrad.graph import tensors_in
+from eachgrad.graph import mapped, tensors_in
 from eachgrad.rules.linear import Unanswered
 from eachgrad.rules.registry import Arguments, NeedsLoop, Rule
 from eachgrad.use import Use
@@ -174,4 +174,4 @@ def _plain(t: Tensor) -> Tensor:
 
 
 def _detached(value: Any) -> Any:
-    return tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, value)
+    return mapped(Tensor.detach, value)

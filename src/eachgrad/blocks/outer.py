@@ -143,16 +143,16 @@ class Outer(Block):
 
 def _gram(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Of (n, T, p) and (n, T, d): sum (A A^T) * (G G^T) and the sum of its terms' sizes, by strips up to the diagonal."""
-    total = bound = torch.zeros((), device=left.device)
+    totals, bounds = [], []
     for start, end in plan.strip_bounds(left.shape[1]):
-        product = left[:, start:end] @ left[:, :end].mH
-        product = product * (right[:, start:end] @ right[:, :end].mH)
+        product = (left[:, start:end] @ left[:, :end].mH) * (right[:, start:end] @ right[:, :end].mH)
         product = product.real if product.is_complex() else product
-        # What lies below the diagonal block stands for its mirror image as well.
-        ahead, block = product[..., :start], product[..., start:]
-        total = total + 2 * ahead.sum((1, 2)) + block.sum((1, 2))
-        bound = bound + 2 * ahead.abs().sum((1, 2)) + block.abs().sum((1, 2))
-    return total, bound
+        # What lies before the diagonal block stands for its mirror image as well.
+        weighted = torch.cat([2 * product[..., :start], product[..., start:]], 2) if start else product
+        flat = weighted.flatten(1)
+        totals.append(flat.sum(1))
+        bounds.append(torch.linalg.vector_norm(flat, 1, dim=1))
+    return reduce(torch.add, totals), reduce(torch.add, bounds)
 
 
 def _crossed(a: Tensor, b: Tensor, c: Tensor, e: Tensor) -> Tensor:

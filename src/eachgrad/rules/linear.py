@@ -31,7 +31,15 @@ def all_but_last(g: Tensor, arguments: Arguments) -> int:
     return g.ndim - 1
 
 
-@rule(F.linear, lead=all_but_last, values=False)
+def _in_order(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """linear of a view such as (T, B, d) as one product: with a weight that asks for no gradient torch takes T of them.
+
+    In a transformer on two cores four such calls took 22.4 ms instead of 18.2, and their backward as well.
+    """
+    return F.linear(input.contiguous(), weight, bias)
+
+
+@rule(F.linear, lead=all_but_last, values=False, run=_in_order)
 def _linear(g: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict[str, Block]:
     g, x = positions(g), positions(input.to(g.dtype)).conj()
     if weight.ndim == 1:  # one output, which has no dimension of its own

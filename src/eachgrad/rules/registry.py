@@ -27,6 +27,7 @@ class Rule:
     samples: tuple[str, ...]
     lead: Lead
     values: bool = True
+    run: Callable[..., Tensor] | None = None
 
     @cached_property
     def signature(self) -> inspect.Signature:
@@ -76,7 +77,11 @@ def _first_dimension(g: Tensor, arguments: Arguments) -> int:
 
 
 def rule(
-    *ops: Callable, samples: tuple[str, ...] = ("input",), lead: Lead = _first_dimension, values: bool = True
+    *ops: Callable,
+    samples: tuple[str, ...] = ("input",),
+    lead: Lead = _first_dimension,
+    values: bool = True,
+    run: Callable[..., Tensor] | None = None,
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Register `f(g, *arguments of the op) -> {argument name: Block}` for each of `ops`.
 
@@ -86,12 +91,13 @@ def rule(
     along any dimension, or be folded with others, and are brought to the front before the rule is
     called. A rule with a keyword `batch_dim` gets everything as it was, and the dimension of `g` along
     which the samples lie. `values=False` says that the rule reads no parameter's values, so that they may
-    change between the forward and the query. Any other layout is answered as well, exactly, by a loop over samples.
+    change between the forward and the query. `run` computes the op while it is recorded, if something is faster than the
+    op itself for parameters that ask for no gradient. Any other layout is answered as well, exactly, by a loop over samples.
     """
 
     def register(function: RuleFunction) -> RuleFunction:
         for op in ops:
-            RULES[as_called(op)] = Rule(function, samples, lead, values)
+            RULES[as_called(op)] = Rule(function, samples, lead, values, run)
         return function
 
     return register
