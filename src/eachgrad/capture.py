@@ -30,7 +30,7 @@ from eachgrad.functions import DERIVATIVES, EXPANDING, PASSIVE, call_site, can_b
 from eachgrad.graph import depends, own_history, replace, same, tensors_in
 from eachgrad.rules import BROADCAST, COMPOSITES, RULES
 from eachgrad.rules.broadcast import IN_PLACE
-from eachgrad.rules.recurrent import bare, meet, use_at
+from eachgrad.rules.recurrent import bare, meet, twice, use_at
 from eachgrad.rules.registry import as_called
 from eachgrad.signature import Signature
 from eachgrad.tensors import Tensors
@@ -46,15 +46,18 @@ class Recorder(TorchFunctionMode):
         constants: Sequence[Tensor] = (),
         batch_size: int | None = None,
         attach: bool = False,
+        create_graph: bool = False,
     ):
         super().__init__()
         self.tensors = Tensors(parameters, constants)
         self.leaves = list(parameters.values())
         self.batch_size = batch_size
-        self.attach = attach  # keep strong uses attached too, so that a plain gradient can be taken
+        self.attach = attach or create_graph  # keep strong uses attached too, so that a plain gradient can be taken
+        self.create_graph = create_graph  # the answers are to be differentiated
         self.uses: list[Use] = []
         self.passes = 0  # backward passes run so far
         self.replaying = False  # a checkpoint runs its forward again: do the same, record nothing
+        self.rerun = False  # a checkpoint has run a use again
         self.on_recompute: Callable[[Use], None] | None = None  # a reentrant one: hand each use over
         self.without_rule: dict[str, str] = {}  # parameter -> op it met that has no rule
         self._loose: dict[int, Tensor] = {}
@@ -89,6 +92,8 @@ class Recorder(TorchFunctionMode):
             self.signature.add(func, args, kwargs, found)
         if func in DERIVATIVES:
             self._refuse_derivative(func, args, kwargs)
+        if func is twice:
+            return self.create_graph
         if func is use_at:
             return self._use_at(*args)
         if func is bare:
@@ -189,6 +194,7 @@ class Recorder(TorchFunctionMode):
                 f"parameter {self.tensors.names_of(sources[0])[0]!r} is used inside vmap, grad or jvp at {call_site()}: call "
                 "the module on the whole batch instead"
             )
+        self.rerun = self.rerun or self.replaying
         originals = {id(t): t for t in sources}
         seen, aliases, stable = {}, [], {}
         for key, t in originals.items():
@@ -244,7 +250,8 @@ class Recorder(TorchFunctionMode):
         return alias
 
     def _use_at(self, z: Tensor, op: Callable, *args: Tensor | None) -> None:
-        sources = {id(t): t for t in args if t is not None and self.tensors.carrier(t) is not None}
+        # The weight and the bias; hidden states are computed from them, and are none.
+        sources = {id(t): t for t in args[1:3] if t is not None and self.tensors.carrier(t) is not None}
         if sources:
             aliases = [self._loose.pop(key) for key in sources if key in self._loose]
             self._add(self._use(op, args, {}, list(sources.values()), z, True, aliases))
@@ -312,7 +319,8 @@ class Recorder(TorchFunctionMode):
 
 def _seen_in_a_derivative(recorder: ref[Recorder], g: Tensor) -> None:
     found = recorder()
-    if found is not None and torch.is_grad_enabled():  # a backward that is itself to be differentiated
+    # A backward that is itself to be differentiated, and not the library's own.
+    if found is not None and torch.is_grad_enabled() and not found.replaying:
         found.differentiated = True
 
 

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from eachgrad import footprint, plan
 from eachgrad import uses as use_blocks
-from eachgrad.blocks import Block
+from eachgrad.blocks import Block, Outer
 from eachgrad.receipt import call_loss
 
 if TYPE_CHECKING:
@@ -104,6 +104,8 @@ def of_grads(grads: PerSampleGrads, query: str) -> Explanation:
         raise ValueError(f"explain knows {', '.join(QUERIES)}, not {query!r}")
     costs = {name: gradient.cost() for name, gradient in grads.items()}
     held = plan.schedule(costs, grads._budget)
+    if query in ("norms", "clipped_sum"):
+        costs |= _sharing(grads, {name for name in grads if query == "norms" or held[name] != "gradients"}, costs)
     parts = _by_use(grads)
     rows: list[Row] = []
     for name, cost in costs.items():
@@ -126,6 +128,25 @@ def of_grads(grads: PerSampleGrads, query: str) -> Explanation:
                 )
             )  # fmt: skip
     return Explanation(query, tuple(rows), sum(cost.weight for cost in costs.values()))
+
+
+def _sharing(grads: PerSampleGrads, names: set[str], costs: dict[str, plan.Cost]) -> dict[str, plan.Cost]:
+    """The costs of those whose Gram has a side in common with one that was formed before."""
+    found: dict[str, plan.Cost] = {}
+    seen: set[tuple] = set()
+    for name, gradient in grads.items():
+        block, cost = gradient.block, costs[name]
+        if name not in names or not isinstance(block, Outer) or cost.norms.name != "Gram":
+            continue
+        if plan.gram_samples(cost.B, cost.T) < cost.B:  # a few samples at a time: nothing is left to share
+            continue
+        sides = {(t.data_ptr(), t.shape, t.stride()): t.shape[2] for t in (block.left, block.right)}
+        spared = sum(plan.gram_flops(cost.B, cost.T, width) for key, width in sides.items() if key in seen)
+        seen |= set(sides)
+        if spared:
+            norms = replace(cost.norms, flops=cost.norms.flops - spared, reason="a Gram shared with another parameter")
+            found[name] = replace(cost, norms=norms)
+    return found
 
 
 def _by_use(grads: PerSampleGrads) -> dict[str, list[tuple[Any, plan.Cost]]]:

@@ -65,23 +65,37 @@ def peak(saved: Saved, grads: PerSampleGrads, query: str, held: Mapping[str, str
     def size(storages: Iterable[int]) -> int:
         return sum(saved.sizes[s] for s in set(storages) - before)
 
-    highest, behind, gathered = 0, set(), 0
+    highest, gathered = 0, 0
+    kept: dict[int, set[int]] = {}  # uses whose factors are held -> the storages of their inputs
     for n in reversed(range(len(uses))):
-        ahead = {s for s, k in saved.first.items() if k <= n + 1} | set().union(*inputs[: n + 1])
-        work = max((plan.answer(costs[name], query, held[name]).bytes for name in names[n]), default=0)
-        work = max((costs[name].norms.bytes for name in names[n]), default=0) if query == "clipped_sum" else work
+        ahead = {s for s, k in saved.first.items() if k <= n + 1}.union(*inputs[: n + 1], *kept.values())
+        work = max((_work(costs[name], query, held[name]) for name in names[n]), default=0)
         # The gradient that arrived, and the one that goes on to the inputs.
         flowing = outputs[n] + size(inputs[n])
-        highest = max(highest, size(ahead | behind) + gathered + flowing + work)
+        highest = max(highest, size(ahead) + gathered + flowing + work)
         if any(held[name] == "factors" for name in names[n]):
-            behind |= inputs[n]
+            kept[n] = inputs[n]
             gathered += outputs[n]
         gathered += sum(_kept(costs[name], query, held[name], grads[name].parameter) for name in names[n])
-    answer = 0
-    for name in grads if query == "clipped_sum" else ():
-        answer += grads[name].parameter.nbytes
-        highest = max(highest, size(behind) + gathered + answer + costs[name].total.bytes)
+    if query != "clipped_sum":
+        return highest
+    # The sums, in the order in which the gradients came; each lets go of what was held for it.
+    for n in reversed(range(len(uses))):
+        for name in names[n]:
+            gathered += grads[name].parameter.nbytes
+            work = costs[name].total.bytes if held[name] == "factors" else 0
+            highest = max(highest, size(set().union(*kept.values())) + gathered + work)
+            gathered -= _kept(costs[name], query, held[name], grads[name].parameter)
+        if kept.pop(n, None) is not None:
+            gathered -= outputs[n]
     return highest
+
+
+def _work(cost: plan.Cost, query: str, held: str) -> int:
+    """What is made on the way while the gradients of a parameter are at hand."""
+    if query == "norms" or held in ("factors", "again"):
+        return cost.norms.bytes
+    return cost.total.bytes if query == "weighted_sum" else 0
 
 
 def _names(recorder: Recorder, use: Use, grads: PerSampleGrads) -> list[str]:

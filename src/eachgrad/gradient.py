@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eachgrad import plan
 from eachgrad.blocks import Block
-from eachgrad.blocks.base import real_dtype
+from eachgrad.blocks.base import Shared, real_dtype
 
 if TYPE_CHECKING:
     from eachgrad.use import Use
@@ -39,11 +39,11 @@ class Gradient:
             return self.parameter.detach().new_zeros(self.shape)
         return block.dense().to(self.parameter.dtype)
 
-    def squared_norms(self) -> Tensor:
-        """(B,), in float32 or better; computed once."""
+    def squared_norms(self, shared: Shared | None = None) -> Tensor:
+        """(B,), in float32 or better; computed once. `shared` is what other parameters' norms have found before."""
         block = self.checked()
         if "squares" not in self._memo:
-            squares = self.zeros(self.batch_size) if block is None else self._real(block.squared_norms())
+            squares = self.zeros(self.batch_size) if block is None else self._real(block.squared_norms(shared))
             self._memo["squares"] = squares
         return self._memo["squares"]
 

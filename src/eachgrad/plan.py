@@ -78,7 +78,7 @@ def product_norms(B: int, T: int, p: int, d: int, item: int) -> Route:
     if T == 1:
         return Route("product of norms", 0, 0, "T = 1")
     width = max(4, item)  # a Gram is never formed in less than float32
-    gram, direct = 2 * B * (p + d) * _triangle(T), 2 * B * T * p * d
+    gram, direct = gram_flops(B, T, p) + gram_flops(B, T, d), 2 * B * T * p * d
     if gram < direct:
         samples = gram_samples(B, T)
         return Route("Gram", gram, 2 * samples * (T // strips(T) + 1) * T * width, f"{gram / direct:.0%} of direct")
@@ -93,9 +93,9 @@ def strips(T: int) -> int:
     return 2 if T >= 32 else 1
 
 
-def _triangle(T: int) -> int:
-    """How many entries of a (T, T) Gram are formed."""
-    return sum((end - start) * end for start, end in strip_bounds(T))
+def gram_flops(B: int, T: int, width: int) -> int:
+    """Of the Grams of (B, T, width), up to the diagonal."""
+    return 2 * B * width * sum((end - start) * end for start, end in strip_bounds(T))
 
 
 def strip_bounds(T: int) -> list[tuple[int, int]]:

@@ -48,8 +48,12 @@ class Passes:
         nodes = set(self.nodes)
         return [use.tap.node in nodes for use in self.recorder.uses]
 
-    def run(self, roots: list[Tensor], weights: Weights, keep: bool = True) -> list[Tensor | None]:
+    def run(
+        self, roots: list[Tensor], weights: Weights, keep: bool = True, create_graph: bool = False
+    ) -> list[Tensor | None]:
         """All gradients together, nothing else touched; the graph is kept, or freed on the way."""
+        if create_graph and self.reentrant:
+            _refuse_checkpoint()
         if self.reentrant:  # such a checkpoint records in the backward and allows no torch.autograd.grad
             found: dict[int, Tensor] = {}
             with grads_untouched([*self.leaves, *self.recorder.leaves]):
@@ -61,7 +65,10 @@ class Passes:
             return []
         before = [(p.grad, p.grad._version if p.grad is not None else 0) for p in self.recorder.leaves]
         with self.recorder.replay():
-            gradients = _grad(roots, taps, weights, retain_graph=keep, allow_unused=True)
+            keep = keep or create_graph
+            gradients = _grad(roots, taps, weights, retain_graph=keep, create_graph=create_graph, allow_unused=True)
+        if create_graph and self.recorder.rerun:
+            _refuse_checkpoint()
         self._check_nothing_hidden(before)
         return list(gradients)
 
@@ -103,6 +110,14 @@ class Passes:
             self.recorder.on_recompute = None
             for handle in handles:
                 handle.remove()
+
+
+def _refuse_checkpoint() -> None:
+    # Differentiating the answer would run it again, with nobody there to run it as it was recorded.
+    raise CaptureError(
+        "create_graph=True with parameters inside a checkpoint: leave torch.utils.checkpoint out of the model, or ask "
+        "without create_graph"
+    )
 
 
 @contextmanager
@@ -169,6 +184,53 @@ def solved(recorder: Recorder, plain: Sequence[Tensor | None], evidence: Marked)
     return [Solved(use, g, evidence.place(n, g, use.strong)) for n, (use, g) in found if g is not None]
 
 
+def attached(passes: Passes, uses: list[Solved], roots: list[Tensor]) -> list[Solved]:
+    """The same uses, with gradients that can be differentiated.
+
+    These are computed apart from those that are held against the marked ones: the derivatives of some ops (group_norm)
+    take another way when they are to be differentiated, and round otherwise.
+    """
+    found = passes.run(roots, [torch.ones_like(t) for t in roots], create_graph=True)
+    gradients = {id(use): g for use, g in zip(passes.recorder.uses, found, strict=True)}
+    again = [Solved(item.use, g, item.layout) for item in uses if (g := gradients[id(item.use)]) is not None]
+    for item in again:
+        _check_zeros(passes, item)
+    return again
+
+
+def _check_zeros(passes: Passes, item: Solved) -> None:
+    """Raise if a number of no known sample, because it is zero, has a derivative that is not."""
+    g, unknown = item.g, _without_owner(item)
+    if not g.requires_grad or not bool(unknown.any()):
+        return
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(g.shape, generator=generator).to(g) * unknown
+    found = torch.autograd.grad(g, passes.leaves, weights, retain_graph=True, allow_unused=True)
+    if any(t is not None and bool((t != 0).any()) for t in found):
+        names = ", ".join(repr(n) for s in item.use.sources for n in passes.recorder.tensors.names_of(s))
+        raise CaptureError(
+            f"create_graph=True: gradients behind {names}, used by {item.use.name} at {item.use.where}, are exactly zero, "
+            "so that it cannot be seen which sample they belong to, and their derivatives are not zero. Move the "
+            "parameters a little (one that starts at zero), or use a batch size that no other dimension has."
+        )
+
+
+def _without_owner(item: Solved) -> Tensor:
+    """Which numbers of a gradient were given to a sample, or to none, only because they are zero; broadcastable."""
+    place, zero = item.layout, item.g.detach() == 0
+    if isinstance(place, lay.Scattered):
+        return place.owner < 0
+    if place is None:
+        return torch.zeros((), dtype=torch.bool)
+    if place.fold is not None and place.fold.kind == "ragged":
+        rows = torch.ones(zero.shape[place.dim], dtype=torch.bool, device=zero.device)
+        rows[place.fold.index[place.fold.index >= 0]] = False
+        return rows.view([-1 if d == place.dim else 1 for d in range(zero.ndim)])
+    # A regular layout in which some numbers fit, and in which no other one is possible, holds for the zeros too.
+    certain = place.alone and (item.use.strong or not bool(zero.all()))
+    return zero & (not certain)
+
+
 Accepted = list[tuple[Solved, set[int]]]  # uses that count, each with the ids of the sources it counts for
 
 
@@ -186,7 +248,7 @@ def blocks_of(recorder: Recorder, accepted: Accepted, B: int) -> dict[str, Block
         if not wanted:
             continue
         assert item.layout is not None
-        found = use_blocks.blocks(item.use, item.g, item.layout, B)
+        found = use_blocks.blocks(item.use, item.g, item.layout, B, recorder.create_graph)
         for source, block in zip(item.use.sources, found, strict=True):
             if id(source) not in wanted:
                 continue
@@ -284,12 +346,15 @@ def pulled_back(recorder: Recorder, source: Tensor, value: Tensor) -> dict[str, 
     reached = {id(v): v for node in graph_nodes([source.grad_fn]) if (v := getattr(node, "variable", None)) is not None}
     parameters = [v for key, v in reached.items() if key in recorder.tensors.parameters]
     with recorder.replay():
-        found = _batched_pull(source, parameters, value.to(source.dtype).reshape(-1, *source.shape))
+        value = value.to(source.dtype).reshape(-1, *source.shape)
+        found = _batched_pull(source, parameters, value, recorder.create_graph)
     return {recorder.tensors.parameters[id(p)]: f for p, f in zip(parameters, found, strict=True) if f is not None}
 
 
-def _batched_pull(source: Tensor, parameters: list[Tensor], value: Tensor) -> list[Tensor | None]:
-    options = {"retain_graph": True, "allow_unused": True}
+def _batched_pull(
+    source: Tensor, parameters: list[Tensor], value: Tensor, create_graph: bool
+) -> list[Tensor | None]:
+    options = {"retain_graph": True, "allow_unused": True, "create_graph": create_graph}
     try:
         return list(_grad(source, parameters, value, is_grads_batched=True, **options))
     except RuntimeError as error:

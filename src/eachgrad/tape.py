@@ -22,7 +22,7 @@ from eachgrad.plan import parse_bytes
 from eachgrad.queries import Accumulator, Answer, Over, Query
 from eachgrad.receipt import Record, aliases_of, check_weighted_sum
 from eachgrad.signature import of_graph
-from eachgrad.solve import Passes, Solved, accept, blocks_of, check_complete, marked, solved
+from eachgrad.solve import Passes, Solved, accept, attached, blocks_of, check_complete, marked, solved
 
 _active = threading.local()
 
@@ -34,6 +34,7 @@ def record(
     batch_dim: int = 0,
     check: bool = False,
     memory: int | str | None = None,
+    create_graph: bool = False,
 ) -> Tape:
     """A context in which the forward of `model` is recorded; `tape.backward(losses)` ends it.
 
@@ -42,16 +43,22 @@ def record(
     inside the model is measured. `check` compares the answer with an ordinary gradient, for the price of
     one more backward pass, and raises if they differ. `memory`, such as "2GiB", bounds what a clipped sum holds until
     the norms are known: with more than it needs, gradients are kept for speed; with less, some are computed twice.
+
+    `create_graph` makes the answers differentiable once more, with respect to the parameters and to inputs that require
+    grad: `grads.norms().square().sum().backward()`, or `grads.dot(v)` for products with each sample's Hessian. Nothing
+    is streamed or freed, recurrent layers run step by step, and checkpoints are refused. As everywhere in torch, a
+    second backward over the same answers needs `retain_graph=True`. `noise_scale` stays a few plain numbers.
     """
-    return Tape(model, batch_size, batch_dim, check, parse_bytes(memory))
+    return Tape(model, batch_size, batch_dim, check, parse_bytes(memory), create_graph)
 
 
 class Tape:
     """One recorded forward."""
 
     def __init__(
-        self, model: nn.Module, batch_size: int | None, batch_dim: int, check: bool, budget: int | None = None
-    ):
+        self, model: nn.Module, batch_size: int | None, batch_dim: int, check: bool, budget: int | None = None,
+        create_graph: bool = False,
+    ):  # fmt: skip
         if not isinstance(model, nn.Module):
             raise TypeError(f"record takes an nn.Module, not {type(model).__name__}")
         if batch_size is not None and (
@@ -59,8 +66,9 @@ class Tape:
         ):
             raise ValueError(f"batch_size is a positive integer, not {batch_size!r}")
         self.model, self.batch_dim, self.check, self.budget = model, batch_dim, check, budget
-        self.given_batch_size = batch_size
-        self.recorder = Recorder(named_trainable(model), list(model.buffers()), batch_size, attach=check)
+        self.given_batch_size, self.create_graph = batch_size, create_graph
+        constants = list(model.buffers())
+        self.recorder = Recorder(named_trainable(model), constants, batch_size, check, create_graph)
         self.inputs: list[Tensor] = []
         self.outputs: list[Any] = []
         self._thread = threading.get_ident()
@@ -110,7 +118,7 @@ class Tape:
     def backward(self, losses: Tensor, loss_reduction: str | None = None) -> PerSampleGrads:
         """The gradient of each sample's loss: `losses` is (B,), or one number with "sum" or "mean".
 
-        As with torch's own backward, the graph may be freed on the way.
+        As with torch's own backward, the graph may be freed on the way, unless it was recorded with `create_graph`.
         """
         self._check_askable(losses, loss_reduction)
         self._state = "done"
@@ -140,7 +148,7 @@ class Tape:
         if losses.ndim:
             passes, key = self._prepared(losses)
             plan = self._recalled(passes, key)
-            if plan is not None and plan.costs and not self.check:
+            if plan is not None and plan.costs and not self.check and not self.create_graph:
                 self._state = "done"
                 self._stream(asked, passes, plan, losses, parameters)
                 return None if into else asked.answer()
@@ -173,6 +181,8 @@ class Tape:
         if self._state != "recorded":
             raise CaptureError("a tape answers one backward: record the forward again for another")
         _check_losses(losses)
+        if self.create_graph and not torch.is_grad_enabled():
+            raise CaptureError("create_graph=True, but gradients are off: call tape.backward outside of torch.no_grad")
         if self.recorder.differentiated:
             raise CaptureError(
                 "a derivative of the recorded forward was taken with create_graph, and the loss may depend on it: "
@@ -202,7 +212,8 @@ class Tape:
 
     def _placed(self, passes: Passes, key: Hashable, losses: Tensor, plan: recall.Plan | None) -> list[Solved]:
         """Every use with the layout of its samples: by the plan of an earlier forward like this one, or measured."""
-        plain = passes.run([losses], [torch.ones_like(losses)], keep=plan is None or self.check)
+        keep, attach = plan is None or self.check, plan is not None and self.create_graph
+        plain = passes.run([losses], [torch.ones_like(losses)], keep, attach)
         if plan is not None:
             self._plan = plan
             return plan.apply(self.recorder.uses, plain)
@@ -211,7 +222,7 @@ class Tape:
         scalar.check_order(self.recorder, uses, self.inputs, self.batch_dim, len(losses))
         if key is not None:
             self._plan = recall.keep(self.model, key, self.recorder.uses, plain, uses)
-        return uses
+        return attached(passes, uses, [losses]) if self.create_graph else uses
 
     def _scalar(self, loss: Tensor, reduction: str | None) -> PerSampleGrads:
         if reduction is None:
@@ -244,6 +255,8 @@ class Tape:
         passes = Passes(self.recorder, [loss])
         plain = passes.run([loss], [torch.ones_like(loss)])
         uses = scalar.settle(passes, outputs, v, plain, self.inputs, B, self.batch_dim)
+        if self.create_graph:
+            uses = attached(passes, uses, [loss])
         scale = B if reduction == "mean" else 1
         return self._answer(
             [Solved(u.use, u.g * scale, u.layout) for u in uses], loss * scale, [o.tensor for o in outputs], B
@@ -255,7 +268,7 @@ class Tape:
         blocks = blocks_of(self.recorder, accepted, B)
         parameters = named_trainable(self.model)
         guards = tuple(item.use for item, wanted in accepted if wanted)
-        gradients = {name: Gradient(name, p, blocks.get(name), B, guards) for name, p in parameters.items()}
+        gradients = {name: Gradient(name, p, blocks.get(name), B, guards, self.create_graph) for name, p in parameters.items()}
         grads = PerSampleGrads(gradients, B, Record(self.model, self.recorder, accepted), self.budget)
         if self.check:
             check_weighted_sum(grads, loss, self.recorder, parameters)

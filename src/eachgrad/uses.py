@@ -19,39 +19,45 @@ from eachgrad.rules.registry import Arguments, NeedsLoop, Rule
 from eachgrad.use import Use
 
 
-def blocks(use: Use, g: Tensor, layout: lay.Layout, B: int) -> tuple[Block, ...]:
-    """A block of B gradients for each source of `use`; each has the shape of its source."""
+def blocks(use: Use, g: Tensor, layout: lay.Layout, B: int, create_graph: bool = False) -> tuple[Block, ...]:
+    """A block of B gradients for each source of `use`; each has the shape of its source.
+
+    With `create_graph` the blocks stay attached to `g` and to the arguments of the op.
+    """
     use.check_versions()
     if use.rule.reads_parameters:
         use.check_sources()
     try:
-        found = _by_rule(use, g.detach(), layout, B)
+        found = _by_rule(use, g if create_graph else g.detach(), layout, B, create_graph)
     except NeedsLoop:
-        return _by_loop(use, g, layout, B)
+        return _by_loop(use, g, layout, B, create_graph)
     known = [block for block in found if block is not None]
     if len(known) == len(found):
         return tuple(known)
-    looped = _by_loop(use, g, layout, B)
+    looped = _by_loop(use, g, layout, B, create_graph)
     return tuple(b if a is None else a for a, b in zip(found, looped, strict=True))
 
 
-def _by_rule(use: Use, g: Tensor, layout: lay.Layout, B: int) -> list[Block | None]:
+def _by_rule(use: Use, g: Tensor, layout: lay.Layout, B: int, create_graph: bool) -> list[Block | None]:
     """What the rule says of each source, None where it says nothing; raises NeedsLoop where it cannot."""
     rule = use.rule
     if rule.is_dense:
-        if not isinstance(layout, lay.Along) or layout.dim:
+        # vmap detaches what it is given.
+        if create_graph or not isinstance(layout, lay.Along) or layout.dim:
             raise NeedsLoop
         return _folded(_by_dense_rule(use, g), layout.fold)
     arguments = rule.bind(use.args, use.kwargs)
     names = _names_of_sources(use, arguments)
+    if not create_graph:
+        arguments = {name: _detached(value) for name, value in arguments.items()}
     if rule.takes_batch_dim:
         if isinstance(layout, lay.Scattered):
             raise NeedsLoop
-        answer = _call(rule, g, arguments, {"batch_dim": layout.dim})
+        answer = _call(rule, g, arguments, {"batch_dim": layout.dim}, create_graph)
         return _folded(_by_source(names, answer), layout.fold)
     front, fold = _to_the_front(rule, g, arguments, layout, B)
     arguments |= {n: front(arguments[n]) for n in rule.samples if isinstance(arguments.get(n), Tensor)}
-    return _folded(_by_source(names, _call(rule, front(g), arguments, {})), fold)
+    return _folded(_by_source(names, _call(rule, front(g), arguments, {}, create_graph)), fold)
 
 
 def _by_dense_rule(use: Use, g: Tensor) -> list[Block | None]:
@@ -89,9 +95,10 @@ def _folded(found: list[Block | None], fold: Fold | None) -> list[Block | None]:
     return found if fold is None else [None if block is None else block.fold(fold) for block in found]
 
 
-def _call(rule: Rule, g: Tensor, arguments: Arguments, extra: dict[str, Any]) -> dict[str, Block]:
+def _call(
+    rule: Rule, g: Tensor, arguments: Arguments, extra: dict[str, Any], create_graph: bool
+) -> dict[str, Block]:
     """Call the rule's function, spreading what it declares as *args."""
-    arguments = {name: _detached(value) for name, value in arguments.items()}
     positional, named = [], {}
     for name, parameter in list(rule.signature.parameters.items())[1:]:
         if name not in arguments:
@@ -102,7 +109,7 @@ def _call(rule: Rule, g: Tensor, arguments: Arguments, extra: dict[str, Any]) ->
             named[name] = arguments[name]
         else:
             positional.append(arguments[name])
-    with torch.no_grad():
+    with torch.set_grad_enabled(create_graph):
         return rule.function(g, *positional, **named, **extra)
 
 
@@ -128,7 +135,7 @@ def _by_source(names: list[list[str]], answer: dict[str, Block]) -> list[Block |
     return found
 
 
-def _by_loop(use: Use, g: Tensor, layout: lay.Layout, B: int) -> tuple[Block, ...]:
+def _by_loop(use: Use, g: Tensor, layout: lay.Layout, B: int, create_graph: bool) -> tuple[Block, ...]:
     """PyTorch's own derivative of the op, once per sample, with every other sample's gradient zeroed."""
     owner = lay.owners(layout, g.shape, g.device)
     floating = [t for t in tensors_in((use.args, use.kwargs)) if t.is_floating_point() or t.is_complex()]
@@ -137,30 +144,35 @@ def _by_loop(use: Use, g: Tensor, layout: lay.Layout, B: int) -> tuple[Block, ..
             f"a sample is not finite, and {use.name} at {use.where} is differentiated one sample after another, where "
             "NaN and inf would spread to the others: leave such samples out"
         )
-    out, leaves = replay(use)
-    rows = []
-    for i in range(B):
-        own = torch.where(owner == i, g, torch.zeros_like(g))
-        rows.append(torch.autograd.grad(out, leaves, own.to(out.dtype), retain_graph=True, allow_unused=True))
-    return tuple(
-        Dense(torch.stack([torch.zeros_like(leaf) if row[k] is None else _plain(row[k]) for row in rows]))
-        for k, leaf in enumerate(leaves)
-    )
+    out, leaves = replay(use, create_graph)
+    rows, options = [], {"retain_graph": True, "allow_unused": True, "create_graph": create_graph}
+    with torch.set_grad_enabled(create_graph):
+        for i in range(B):
+            own = torch.where(owner == i, g, torch.zeros_like(g))
+            rows.append(torch.autograd.grad(out, leaves, own.to(out.dtype), **options))
+        return tuple(
+            Dense(torch.stack([torch.zeros_like(leaf) if row[k] is None else _plain(row[k]) for row in rows]))
+            for k, leaf in enumerate(leaves)
+        )
 
 
-def replay(use: Use) -> tuple[Tensor, list[Tensor]]:
-    """The op once more, on its recorded arguments: its output, and the fresh leaves for its sources."""
+def replay(use: Use, attached: bool = False) -> tuple[Tensor, list[Tensor]]:
+    """The op once more, on its recorded arguments: its output, and its sources anew.
+
+    They are leaves, or copies if everything is to stay `attached`.
+    """
     if use.op is not torch.Tensor.expand:  # which reads no values
         use.check_sources()
-    leaves = {id(s): s.detach().clone().requires_grad_() for s in use.sources}
-
-    def fresh(t: Any) -> Any:
-        if not isinstance(t, Tensor) or id(t) in leaves:
-            return leaves.get(id(t), t)
-        return t.detach().clone() if use.op in _UPDATING else t.detach()
-
     device, dtype = use.autocast or (use.tap.device.type, None)
     with torch.enable_grad(), torch.autocast(device, dtype, enabled=dtype is not None):
+        leaves = {id(s): s.clone() if attached else s.detach().clone().requires_grad_() for s in use.sources}
+
+        def fresh(t: Any) -> Any:
+            if not isinstance(t, Tensor) or id(t) in leaves:
+                return leaves.get(id(t), t)
+            t = t if attached else t.detach()
+            return t.clone() if use.op in _UPDATING else t
+
         args, kwargs = tree_map(fresh, (use.args, use.kwargs))
         out = use.op(*args, **kwargs)
     return out, list(leaves.values())

@@ -50,6 +50,29 @@ class Fold:
         return torch.where(present, rows[self.index.clamp(min=0)], rows.new_zeros(()))
 
 
+class Shared:
+    """What several parameters' norms have in common: the Grams of a few tensors, by where these lie in memory.
+
+    Layers with the same input (q, k and v; gate and up) share its Gram, recurrent weights that of their gradient.
+    """
+
+    def __init__(self, tensors: int = 2):
+        self.tensors = tensors
+        self._found: dict[tuple, tuple[Tensor, dict[tuple[int, int], Tensor]]] = {}
+
+    def gram(self, t: Tensor, start: int, end: int) -> Tensor:
+        """Inner products of the positions start to end of (n, T, d) with those up to end: (n, end - start, end)."""
+        key = (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device)
+        # The tensor is held as well: nothing else can come to lie where it does. The last one asked for stays longest.
+        self._found[key] = self._found.pop(key, (t, {}))
+        while len(self._found) > self.tensors:
+            del self._found[next(iter(self._found))]
+        strips = self._found[key][1]
+        if (start, end) not in strips:
+            strips[start, end] = t[:, start:end] @ t[:, :end].mH
+        return strips[start, end]
+
+
 class Block:
     """B gradients of one parameter. `dense` and `fold` are required; the queries may be cheaper."""
 
@@ -74,8 +97,8 @@ class Block:
         """What the block holds, and what its answers cost."""
         return plan.dense(*self.sizes(), 8)
 
-    def squared_norms(self) -> Tensor:
-        """(B,), with all the digits of the dtype."""
+    def squared_norms(self, shared: Shared | None = None) -> Tensor:
+        """(B,), with all the digits of the dtype; `shared` is what other parameters' norms have found before."""
         return squared_norms(self.dense())
 
     def dots(self, other: Block) -> Tensor:

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from eachgrad import plan
-from eachgrad.blocks.base import Block, Fold, accumulation_dtype, dots, product, recomputed, scaled, squared_norms
+from eachgrad.blocks.base import (
+    Block,
+    Fold,
+    Shared,
+    accumulation_dtype,
+    dots,
+    product,
+    recomputed,
+    scaled,
+    squared_norms,
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ class Outer(Block):
         value = product(left.mT, right)
         return value if self.shape is None else value.reshape(self.shape)
 
-    def squared_norms(self) -> Tensor:
+    def squared_norms(self, shared: Shared | None = None) -> Tensor:
         left, right = self._factors()
         (B, T), (p, d) = left.shape[:2], self.matrix
         route = plan.product_norms(B, T, p, d, left.element_size()).name
@@ -57,7 +67,7 @@ class Outer(Block):
             return squared_norms(left) * squared_norms(right)
         if route == "direct":
             return self._direct()
-        total, bound = self._gram()
+        total, bound = self._gram(shared or Shared())
         return recomputed(total, bound, lambda index: self.take(index)._direct())
 
     def _direct(self) -> Tensor:
@@ -65,13 +75,15 @@ class Outer(Block):
         step = plan.direct_samples(len(left), *self.matrix)
         return torch.cat([squared_norms(a.mT @ b) for a, b in zip(left.split(step), right.split(step), strict=True)])
 
-    def _gram(self) -> tuple[Tensor, Tensor]:
+    def _gram(self, shared: Shared) -> tuple[Tensor, Tensor]:
         """Squared norms, and the size of the terms that they are sums of: sum (A A^T) * (G G^T)."""
         # Never below float32: in bfloat16 this sum was wrong by up to 7% where gradients cancel over T.
         dtype = accumulation_dtype(torch.promote_types(self.left.dtype, self.right.dtype))
         left, right = self.left.to(dtype), self.right.to(dtype)
         step = plan.gram_samples(len(left), left.shape[1])
-        parts = [_gram(a, b) for a, b in zip(left.split(step), right.split(step), strict=True)]
+        if step >= len(left):
+            return _gram(left, right, shared)
+        parts = [_gram(a, b, Shared()) for a, b in zip(left.split(step), right.split(step), strict=True)]
         total, bound = (torch.cat(column) for column in zip(*parts, strict=True))
         return total, bound
 
@@ -141,11 +153,11 @@ class Outer(Block):
         return self.left.to(dtype), self.right.to(dtype)
 
 
-def _gram(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+def _gram(left: Tensor, right: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
     """Of (n, T, p) and (n, T, d): sum (A A^T) * (G G^T) and the sum of its terms' sizes, by strips up to the diagonal."""
     totals, bounds = [], []
     for start, end in plan.strip_bounds(left.shape[1]):
-        product = (left[:, start:end] @ left[:, :end].mH) * (right[:, start:end] @ right[:, :end].mH)
+        product = shared.gram(left, start, end) * shared.gram(right, start, end)
         product = product.real if product.is_complex() else product
         # What lies before the diagonal block stands for its mirror image as well.
         weighted = torch.cat([2 * product[..., :start], product[..., start:]], 2) if start else product

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eachgrad import plan
-from eachgrad.blocks.base import Block, Fold, accumulation_dtype, recomputed, scaled, squared_norms
+from eachgrad.blocks.base import Block, Fold, Shared, accumulation_dtype, recomputed, scaled, squared_norms
 from eachgrad.blocks.outer import Outer
 from eachgrad.blocks.windows import Geometry
 
@@ -107,7 +107,7 @@ class Patches(Block):
         pairs = zip(c.split(self._step(), dim=1), parts, strict=True)
         return reduce(torch.add, (torch.tensordot(w.to(part.dtype), part, dims=1) for w, part in pairs))
 
-    def squared_norms(self) -> Tensor:
+    def squared_norms(self, shared: Shared | None = None) -> Tensor:
         if self.geometry.groups > 1:
             return self._direct_norms()
         if self._norms().name != "Gram of pixels":

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eachgrad import plan
-from eachgrad.blocks.base import Block, Fold, accumulation_dtype, dots, real_dtype
+from eachgrad.blocks.base import Block, Fold, Shared, accumulation_dtype, dots, real_dtype
 from eachgrad.blocks.outer import Outer
 
 
@@ -43,7 +43,7 @@ class Rows(Block):
         B, T, d = self.value.shape
         return plan.rows(B, T, self.size, d, self.value.element_size())
 
-    def squared_norms(self) -> Tensor:
+    def squared_norms(self, shared: Shared | None = None) -> Tensor:
         sums, owner, _, _ = self._runs()
         squares = torch.linalg.vector_norm(sums, dim=1).square()
         return squares.new_zeros(len(self.index), dtype=real_dtype(sums.dtype)).index_add(0, owner, squares)

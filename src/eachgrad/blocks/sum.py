@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eachgrad import plan
-from eachgrad.blocks.base import Block, Dense, Fold, recomputed, squared_norms
+from eachgrad.blocks.base import Block, Dense, Fold, Shared, recomputed, squared_norms
 from eachgrad.blocks.outer import Outer
 from eachgrad.blocks.rows import Rows
 
@@ -52,8 +52,8 @@ class Sum(Block):
     def cost(self) -> plan.Cost:
         return reduce(operator.add, (part.cost() for part in self.parts))
 
-    def squared_norms(self) -> Tensor:
-        total = bound = reduce(torch.add, (part.squared_norms() for part in self.parts))
+    def squared_norms(self, shared: Shared | None = None) -> Tensor:
+        total = bound = reduce(torch.add, (part.squared_norms(shared) for part in self.parts))
         # Rows know how to meet the others without a dense table.
         parts = sorted(self.parts, key=lambda part: not isinstance(part, Rows))
         for k, part in enumerate(parts):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eachgrad import plan
+from eachgrad.blocks.base import Shared
 from eachgrad.gradient import Gradient, total
 from eachgrad.queries.base import Over, PerParameter, PerSample, Query, Running
 from eachgrad.selection import clip_factors, grouped
@@ -30,8 +31,16 @@ class RunningNorms(PerSample):
         super().__init__(over)
         self.by = by
 
+    def begin(self, batch_size: int, costs: Mapping[str, plan.Cost]) -> None:
+        super().begin(batch_size, costs)
+        self.shared = Shared()
+
     def row(self, gradient: Gradient) -> Tensor:
-        return gradient.squared_norms()
+        return gradient.squared_norms(self.shared)
+
+    def end(self) -> None:
+        self.shared = Shared()
+        super().end()
 
     def key(self, name: str) -> str:
         if self.by is None:
@@ -122,6 +131,7 @@ class RunningClip(PerParameter):
     def begin(self, batch_size: int, costs: Mapping[str, plan.Cost]) -> None:
         super().begin(batch_size, costs)
         self.how = plan.schedule({n: costs[n] for n in self.over.parameters}, self.over.budget)
+        self.shared = Shared()
         self.squares: dict[str, Tensor] = {}
         self.held: dict[str, Gradient] = {}
         self.factors: tuple[dict[str, Tensor], Tensor | None] | None = None
@@ -133,14 +143,14 @@ class RunningClip(PerParameter):
         how = self.how[gradient.name]
         if how == "gradients" and not gradient.has_norms:
             gradient = gradient.kept()
-        self.squares[gradient.name] = gradient.squared_norms()
+        self.squares[gradient.name] = gradient.squared_norms(self.shared)
         if how != "again":
             self.held[gradient.name] = gradient
 
     def again(self) -> set[str]:
         none = torch.zeros(self.batch_size)
         norms = {g: total([self.squares[n] for n in names] or [none]).sqrt() for g, names in self.members.items()}
-        self.factors = self._factors(norms)
+        self.factors, self.shared = self._factors(norms), Shared()
         for name in list(self.held):
             self._sum(self.held.pop(name))
         return set(self.squares) - set(self.batch)

@@ -45,6 +45,11 @@ def bare(weight: Tensor) -> Tensor:
     return weight
 
 
+def twice(t: Tensor) -> bool:
+    """Ask the recorder whether the gradients are to be differentiated once more."""
+    return handle_torch_function(twice, (t,), t) if has_torch_function((t,)) else False
+
+
 def gru_hidden(input: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor) -> Tensor:
     """What a GRU's hidden state adds to its gates; the candidate's share passes the reset gate."""
     bias = bias if bias is None else bias.to(reset.dtype)
@@ -112,7 +117,7 @@ class _Layer:
         if not z.requires_grad and torch.is_grad_enabled():
             z = z.requires_grad_()
         w_hh, b_hh = bare(self.w_hh), None if self.b_hh is None else bare(self.b_hh)
-        run = self._fused if z.is_cuda else self._scan
+        run = self._stepwise if twice(z) else self._fused if z.is_cuda else self._scan
         out, final, kept = run(z, w_hh, b_hh, state, steps)
         use_at(z, gru_hidden if self.kind == "gru" else F.linear, kept[0], self.w_hh, self.b_hh, *kept[1:])
         return out, final
@@ -164,6 +169,34 @@ class _Layer:
             out, *rest = (t.to(given) for t in found)
             return out, tuple(rest[: len(state)]), tuple(rest[len(state) :])
 
+    def _stepwise(self, z: Tensor, w_hh: Tensor, b_hh: Tensor | None, state: tuple[Tensor, ...], steps: _Steps) -> _Run:
+        """A scan by ordinary ops, whose backward can be differentiated."""
+        with torch._C.DisableTorchFunction(), torch.autocast(z.device.type, enabled=False):
+            given, dtype = z.dtype, torch.promote_types(z.dtype, torch.float32)
+            now, first = tuple(s.to(dtype) for s in state), state[0].to(dtype)
+            weights = w_hh.to(dtype), None if b_hh is None else b_hh.to(dtype)
+            outs, resets, done = [], [], []
+            for gates in z.to(dtype).split(steps.sizes):
+                n = len(gates)
+                if n < len(now[0]):
+                    done.append([s[n:] for s in now])
+                    now = tuple(s[:n] for s in now)
+                hidden = F.linear(now[0], *weights)
+                if self.kind == "lstm":
+                    now = _lstm_gates(gates + hidden, now[1])
+                elif self.kind == "gru":
+                    h, reset = _gru_gates(gates, hidden, now[0])
+                    now = (h,)
+                    resets.append(reset)
+                else:
+                    now = ((gates + hidden).relu() if self.kind == "rnn_relu" else (gates + hidden).tanh(),)
+                outs.append(now[0])
+            done.append(now)
+            rows = torch.cat(outs)
+            kept = [scan.before(first, rows, steps.sizes), *([torch.cat(resets)] if resets else [])]
+            final = (torch.cat(ended) for ended in zip(*reversed(done), strict=True))
+            return rows.to(given), tuple(s.to(given) for s in final), tuple(t.to(given) for t in kept)
+
     def _loop(self, x: Tensor, state: tuple[Tensor, ...], steps: _Steps) -> tuple[Tensor, tuple[Tensor, ...]]:
         """A step at a time, for an LSTM with projections."""
         assert self.w_hr is not None
@@ -189,6 +222,14 @@ def _lstm_gates(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     i, f, g, o = gates.chunk(4, -1)
     c = f.sigmoid() * c + i.sigmoid() * g.tanh()
     return o.sigmoid() * c.tanh(), c
+
+
+def _gru_gates(x: Tensor, hidden: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    """The next state, and the reset gates."""
+    a, b = x.chunk(3, -1), hidden.chunk(3, -1)
+    reset, update = (a[0] + b[0]).sigmoid(), (a[1] + b[1]).sigmoid()
+    candidate = (a[2] + reset * b[2]).tanh()
+    return candidate + update * (h - candidate), reset
 
 
 def _run(kind: str, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -264,10 +305,7 @@ def _gru_cell(
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> Tensor:
-    x, h = F.linear(input, w_ih, b_ih).chunk(3, -1), F.linear(hx, w_hh, b_hh).chunk(3, -1)
-    reset, update = (x[0] + h[0]).sigmoid(), (x[1] + h[1]).sigmoid()
-    candidate = (x[2] + reset * h[2]).tanh()
-    return candidate + update * (hx - candidate)
+    return _gru_gates(F.linear(input, w_ih, b_ih), F.linear(hx, w_hh, b_hh), hx)[0]
 
 
 def _register_cell(op: Callable, nonlinearity: Callable[[Tensor], Tensor]) -> None:

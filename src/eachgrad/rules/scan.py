@@ -45,19 +45,21 @@ def before(first: Tensor, rows: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def _last(rows: Tensor, sizes: Sequence[int]) -> Tensor:
     """The last state of each sequence, (B, H)."""
+    if sizes[0] == sizes[-1]:
+        return rows[len(rows) - sizes[-1] :].clone()
     ended = zip(rows.split(sizes), (*sizes[1:], 0), strict=True)
     return torch.cat([step[n:] for step, n in ended if n < len(step)][::-1])
 
 
 def _first(state: Tensor, n: int) -> Tensor:
-    return state if len(state) == n else state[:n]
+    return state if state.shape[0] == n else state[:n]  # len of a tensor takes microseconds
 
 
-def _backwards(sizes: Sequence[int], *rows: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-    """Each step from the last to the first: how many sequences end at it, and its part of `rows`."""
+def _backwards(sizes: Sequence[int], *rows: Tensor) -> Iterator[tuple[int, int, tuple[Tensor, ...]]]:
+    """Each step from the last to the first: its sequences, how many of them end at it, and its part of `rows`."""
     ended = [n - after for n, after in zip(sizes, (*sizes[1:], 0), strict=True)]
     steps = zip(*(r.split(sizes) for r in rows), strict=True)
-    return zip(reversed(ended), reversed(list(steps)), strict=True)
+    return zip(reversed(sizes), reversed(ended), reversed(list(steps)), strict=True)
 
 
 def _joined(carried: Tensor | None, ended: Tensor, n: int, count: int) -> Tensor:
@@ -103,12 +105,12 @@ class LSTM(_Scan):
         cells, tanh_c, rows = (z.new_empty(len(z), H) for _ in range(3))
         h, c = h0, c0
         parts = (gates, gates[:, : 2 * H], *gates.chunk(4, 1), cells, tanh_c, rows)
-        for gate, i_f, i, f, g, o, cell, tanh, row in zip(*(p.split(sizes) for p in parts), strict=True):
-            gate.addmm_(_first(h, len(gate)), w)
+        for n, gate, i_f, i, f, g, o, cell, tanh, row in zip(sizes, *(p.split(sizes) for p in parts), strict=True):
+            gate.addmm_(_first(h, n), w)
             i_f.sigmoid_()
             g.tanh_()
             o.sigmoid_()
-            c = torch.mul(f, _first(c, len(gate)), out=cell).addcmul_(i, g)
+            c = torch.mul(f, _first(c, n), out=cell).addcmul_(i, g)
             h = torch.mul(o, torch.tanh(c, out=tanh), out=row)
         previous = before(h0, rows, sizes)
         _Scan.keep(ctx, sizes, previous, gates, cells, tanh_c, c0, w_hh)
@@ -134,9 +136,9 @@ class LSTM(_Scan):
         g_rows, g_h, g_c = _or_zeros(g_rows, c0, len(out)), _or_zeros(g_h, c0, B), _or_zeros(g_c, c0, B)
         dh = dc = None
         parts = (out, out[:, : 3 * H].unflatten(1, (3, H)), by_o, f, c_by_h, g_rows)
-        for count, (gate, i_f_g, o_, f_, c_by_h_, g_row) in _backwards(ctx.sizes, *parts):
-            dh = _joined(dh, g_h, len(gate), count).add_(g_row)
-            dc = _joined(dc, g_c, len(gate), count).addcmul_(dh, c_by_h_)
+        for n, count, (gate, i_f_g, o_, f_, c_by_h_, g_row) in _backwards(ctx.sizes, *parts):
+            dh = _joined(dh, g_h, n, count).add_(g_row)
+            dc = _joined(dc, g_c, n, count).addcmul_(dh, c_by_h_)
             i_f_g.mul_(dc.unsqueeze(1))
             o_.mul_(dh)
             dh, dc = gate @ w_hh, dc.mul_(f_)
@@ -157,8 +159,8 @@ class GRU(_Scan):
             candidate.add_(b_hh[2 * H :])
         h = h0
         parts = (gates[:, : 2 * H], *gates.chunk(3, 1), candidate, rows)
-        for r_u, r, u, new, hidden, row in zip(*(p.split(sizes) for p in parts), strict=True):
-            h = _first(h, len(row))
+        for n, r_u, r, u, new, hidden, row in zip(sizes, *(p.split(sizes) for p in parts), strict=True):
+            h = _first(h, n)
             r_u.addmm_(h, w[:, : 2 * H]).sigmoid_()
             new.addcmul_(r, hidden.addmm_(h, w[:, 2 * H :])).tanh_()
             h = torch.lerp(new, h, u, out=row)
@@ -185,8 +187,8 @@ class GRU(_Scan):
         g_rows, g_h = _or_zeros(g_rows, previous, len(out)), _or_zeros(g_h, previous, ctx.sizes[0])
         dh = None
         parts = (out[:, : 2 * H], by_r, out[:, H:].unflatten(1, (2, H)), by_new, r, u, g_rows)
-        for count, (r_u, r_, u_new, new_, reset, u_, g_row) in _backwards(ctx.sizes, *parts):
-            dh = _joined(dh, g_h, len(g_row), count).add_(g_row)
+        for n, count, (r_u, r_, u_new, new_, reset, u_, g_row) in _backwards(ctx.sizes, *parts):
+            dh = _joined(dh, g_h, n, count).add_(g_row)
             u_new.mul_(dh.unsqueeze(1))
             r_.mul_(new_)
             dh = dh.mul_(u_).addmm_(r_u, w_hh[: 2 * H]).addmm_(new_ * reset, w_hh[2 * H :])
@@ -204,8 +206,8 @@ class RNN(_Scan):
         saved, w, h = z.detach(), w_hh.mT, h0
         if b_hh is not None:
             saved.add_(b_hh)
-        for row in saved.split(sizes):
-            row.addmm_(_first(h, len(row)), w)
+        for n, row in zip(sizes, saved.split(sizes), strict=True):
+            row.addmm_(_first(h, n), w)
             h = row.relu_() if relu else row.tanh_()
         rows, previous = saved.clone(), before(h0, saved, sizes)
         _Scan.keep(ctx, sizes, previous, saved, w_hh)
@@ -222,6 +224,6 @@ class RNN(_Scan):
         out = (rows > 0).to(rows.dtype) if ctx.relu else 1 - rows * rows
         g_rows, g_h = _or_zeros(g_rows, rows, len(rows)), _or_zeros(g_h, rows, ctx.sizes[0])
         dh = None
-        for count, (row, g_row) in _backwards(ctx.sizes, out, g_rows):
-            dh = row.mul_(_joined(dh, g_h, len(row), count).add_(g_row)) @ w_hh
+        for n, count, (row, g_row) in _backwards(ctx.sizes, out, g_rows):
+            dh = row.mul_(_joined(dh, g_h, n, count).add_(g_row)) @ w_hh
         return out, *_Scan.hidden_gradients(ctx, out, previous), dh, None, None
