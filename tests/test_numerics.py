@@ -104,13 +104,13 @@ def linear(T: int, p: int, d: int, route: str) -> Built:
     return Built(f"linear T={T} p={p} d={d}", make, lambda: common(B, T, d), lambda: zero_sum(T, p), route)
 
 
-def convolution(route: str, channels: int, side: int, **options: int) -> Built:
-    out = side - 2
+def convolution(route: str, C: int, p: int, side: int, padding: int = 0, groups: int = 1) -> Built:
+    out = side - 2 + 2 * padding
     return Built(
-        f"convolution, {route}",
-        lambda: nn.Conv2d(channels, 8, 3, bias=False, **options),
-        lambda: common(B, channels, side, side, dim=1),
-        lambda: zero_sum(out * out, 8).mT.reshape(B, 8, out, out),
+        f"convolution, {route}" + ", groups" * (groups > 1),
+        lambda: nn.Conv2d(C, p, 3, padding=padding, groups=groups, bias=False),
+        lambda: common(B, C, side, side, dim=1),
+        lambda: zero_sum(out * out, p).mT.reshape(B, p, out, out),
         route,
     )
 
@@ -124,7 +124,8 @@ BUILT = [
     linear(1, 16, 24, "product of norms"), linear(1, 2, 1, "product of norms"), linear(4, 48, 48, "Gram"),
     linear(16, 64, 64, "Gram"), linear(40, 96, 96, "Gram"), linear(2, 2, 2, "direct"), linear(40, 8, 8, "direct"),
     linear(64, 4, 3, "direct"), linear(128, 24, 16, "direct"),
-    convolution("direct", 2, 10), convolution("Gram of pixels", 32, 4), convolution("direct", 4, 6, groups=2),
+    convolution("direct", 2, 8, 10), convolution("Gram of pixels", 48, 48, 4, padding=1),
+    convolution("Gram", 64, 8, 4), convolution("direct", 4, 8, 6, groups=2),
     Built("embedding", lambda: nn.Embedding(9, 6), repeated_ids, lambda: zero_sum(12, 6), "sorted rows"),
     Built("tied", lambda: Tied(9, 6), repeated_ids, lambda: zero_sum(12, 9)),
     Built("module used twice", lambda: Twice(16), lambda: common(B, 12, 16), lambda: zero_sum(12, 16)),
@@ -172,7 +173,7 @@ def has(built: Built, precision: str) -> bool:
 HERE = [(built, precision) for built in BUILT for precision in PRECISIONS if has(built, precision)]
 
 
-@pytest.mark.parametrize(("built", "precision"), HERE, ids=lambda v: str(v))
+@pytest.mark.parametrize(("built", "precision"), HERE, ids=str)
 def test_norms_are_those_of_the_recorded_numbers(built: Built, precision: str):
     grads = grads_of(built, precision)
     if built.route is not None and precision != "bfloat16 autocast":
@@ -180,15 +181,19 @@ def test_norms_are_those_of_the_recorded_numbers(built: Built, precision: str):
     want = exact_norms(grads)
     for name, value in grads.norms(by="parameter").items():
         torch.testing.assert_close(value.double(), want[name], rtol=1e-3, atol=0, msg=lambda m, n=name: f"{n}: {m}")
-    torch.testing.assert_close(grads.norms().double(), norms_of({n: w for n, w in want.items()}), rtol=1e-3, atol=0)
+    torch.testing.assert_close(grads.norms().double(), norms_of(want), rtol=1e-3, atol=0)
 
 
-def test_the_case_is_built_to_cancel():
-    """A Gram in bfloat16 itself would be off: this is what the cases above are for."""
-    block = grads_of(linear(16, 64, 64, "Gram"), "bfloat16")["weight"].block
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_cases_cancel(dtype):
+    """In sixteen bits a Gram itself, or a sum of rounded terms, would be off: this is what they are for."""
+    block = grads_of(linear(16, 64, 64, "Gram"), "float32")["weight"].block
     assert isinstance(block, Outer)
-    wrong = ((block.left @ block.left.mT) * (block.right @ block.right.mT)).sum((1, 2)).double().clamp(min=0).sqrt()
-    assert ((wrong / exact(block).flatten(1).norm(dim=1) - 1).abs() > 1e-2).any()
+    left, right = block.left.to(dtype), block.right.to(dtype)
+    gram = ((left @ left.mT) * (right @ right.mT)).sum((1, 2)).double().clamp(min=0).sqrt()
+    size = exact(Outer(left, right)).flatten(1).norm(dim=1)
+    assert ((gram / size - 1).abs() > 1e-3).any()
+    assert (size < 0.2 * (left.double().flatten(1).norm(dim=1) * right.double().flatten(1).norm(dim=1))).all()
 
 
 def in_full(grads: PerSampleGrads) -> PerSampleGrads:
@@ -207,50 +212,67 @@ def bounds(grads: PerSampleGrads) -> list[float]:
     return [1e-3 * float(norms.min()), float(norms.median()) * 0.7, float(norms.max()) * 1.5]
 
 
-@pytest.mark.parametrize(("built", "precision"), HERE, ids=lambda v: str(v))
-def test_no_sample_taken_alone_adds_more_than_the_bound(built: Built, precision: str):
+@pytest.mark.parametrize("known", [False, True], ids=["clipped at once", "norms before"])
+@pytest.mark.parametrize(("built", "precision"), HERE, ids=str)
+def test_no_sample_taken_alone_adds_more_than_the_bound(built: Built, precision: str, known: bool):
     given = grads_of(built, precision)
-    for grads, slack in ((in_full(given), 1e-3), (given, 1e-3 + torch.finfo(next(iter(given.values())).parameter.dtype).eps / 2)):
+    # An answer in sixteen bits is rounded once more, by half a unit of its last digit.
+    rounding = max(torch.finfo(g.parameter.dtype).eps for g in given.values()) / 2
+    for grads, slack in ((in_full(given), 1e-3), (given, 1e-3 + rounding)):
         for C in bounds(grads):
             for i in range(B):
                 alone = PerSampleGrads({n: g.take(torch.tensor([i])) for n, g in grads.items()}, 1, grads._record)
+                if known:  # then no gradients are kept
+                    alone.norms()
                 assert size(alone.clipped_sum(C)) <= C * (1 + slack)
 
 
-@pytest.mark.parametrize(("built", "precision"), HERE, ids=lambda v: str(v))
-def test_no_sample_of_a_batch_adds_more_than_the_bound(built: Built, precision: str):
-    whole = in_full(grads_of(built, precision))
-    for C in bounds(whole):
-        total = whole.clipped_sum(C)
+@pytest.mark.parametrize("known", [False, True], ids=["clipped at once", "norms before"])
+@pytest.mark.parametrize(("built", "precision"), HERE, ids=str)
+def test_no_sample_of_a_batch_adds_more_than_the_bound(built: Built, precision: str, known: bool):
+    def total(C: float, scale: Tensor | None = None) -> dict[str, Tensor]:
+        grads = in_full(grads_of(built, precision, scale))
+        if known:
+            grads.norms()
+        return grads.clipped_sum(C)
+
+    for C in bounds(grads_of(built, precision)):
+        whole = total(C)
         for i in (0, B - 1):
-            scale = torch.ones(B)
-            scale[i] = 0
-            others = in_full(grads_of(built, precision, scale)).clipped_sum(C)
+            others = total(C, (torch.arange(B) != i).float())
             # What a sum of B parts in float32 loses is no part of any.
-            rounding = 1e-6 * B * C
-            assert size({n: total[n].double() - others[n] for n in total}) <= C * (1 + 1e-3) + rounding
+            assert size({n: whole[n].double() - others[n] for n in whole}) <= C * (1 + 1e-3 + 1e-6 * B)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_many_micro_batches_in_sixteen_bits_are_not_added_up_in_sixteen_bits(dtype):
     model = nn.Linear(3, 2).to(dtype)
     x = drawn(2, 3).to(dtype)
-    ask = {"clipped": eachgrad.clipped_sum(1.0), "mean": eachgrad.mean(), "sum": eachgrad.weighted_sum(torch.ones(1200))}
-    total, once = eachgrad.Accumulator(**ask), None
-    for _ in range(600):
+    total, once = eachgrad.Accumulator(clipped=eachgrad.clipped_sum(1.0), mean=eachgrad.mean()), None
+    for _ in range(300):
         with eachgrad.record(model) as tape:
             losses = model(x).float().sum(1)
-        grads = tape.backward(losses)
-        total.run(grads._over, 2, {n: g.cost() for n, g in grads.items()}, grads.feed)
-        once = once or grads.clipped_sum(1.0)
+        tape.ask(losses, into=total)
+        once = once or total.answer().clipped
     assert once is not None
-    assert_same(total.answer().clipped, {n: 600 * t.float() for n, t in once.items()}, 1e-2)
+    assert_same(total.answer().clipped, {n: 300 * t.float() for n, t in once.items()}, 1e-2)
+    mean = {"weight": x.float().mean(0).expand(2, 3), "bias": torch.ones(2)}
+    assert_same(total.answer().mean, mean, 1e-2)
+
+
+@pytest.mark.parametrize(("T", "p", "d"), [(1, 3, 5), (4, 48, 48), (40, 8, 8)])
+def test_small_weights_do_not_vanish_in_float16(T, p, d):
+    """c[i] g[i] may lie below what float16 holds while the gradients, and the answer in float32, do not."""
+    grads = in_full(grads_of(linear(T, p, d, ""), "float16"))
+    c = torch.linspace(0.5, 1, B) * 1e-7
+    want = torch.tensordot(c.double(), exact(grads["weight"].block), 1)
+    assert_same(grads.weighted_sum(c), {"weight": want}, 1e-3)
 
 
 # Samples that are not finite
 
 
-def no_grad_to_others(model: nn.Module, x: Tensor, scale: Tensor) -> Tensor:
+def scored(model: nn.Module, x: Tensor, scale: Tensor) -> Tensor:
     return model(x).square().flatten(1).mean(1) * scale
 
 
@@ -280,7 +302,7 @@ def test_a_sample_that_is_not_finite_leaves_the_others_alone(name: str, what: st
     bad = 2
     keep = torch.arange(B) != bad
     with eachgrad.record(model) as tape:
-        losses = no_grad_to_others(model, x[keep], scale[keep])
+        losses = scored(model, x[keep], scale[keep])
     without = tape.backward(losses)
     C = float(without.norms().median())
     want, norms = without.clipped_sum(C), without.norms()
@@ -289,18 +311,18 @@ def test_a_sample_that_is_not_finite_leaves_the_others_alone(name: str, what: st
     for call in range(4):
         for memory in (None, 0):
             with eachgrad.record(model, memory=memory) as tape:
-                losses = no_grad_to_others(model, broken, broken_scale)
+                losses = scored(model, broken, broken_scale)
             answer = tape.ask(losses, norms=eachgrad.norms(), grad=eachgrad.clipped_sum(C, nonfinite="zero"))
             assert answer.norms.isfinite().tolist() == keep.tolist(), call
             torch.testing.assert_close(answer.norms[keep], norms, rtol=1e-12, atol=0)
             assert_same(answer.grad, want, 1e-12)
         with eachgrad.record(model) as tape:
-            losses = no_grad_to_others(model, broken, broken_scale)
+            losses = scored(model, broken, broken_scale)
         with pytest.raises(CaptureError, match=r"samples \[2\]"):
             tape.ask(losses, grad=eachgrad.clipped_sum(C))
     assert visits or name in ("lstm", "tied")
     with eachgrad.record(model) as tape:
-        losses = no_grad_to_others(model, broken, broken_scale)
+        losses = scored(model, broken, broken_scale)
     grads = tape.backward(losses)
     assert grads.norms().isfinite().tolist() == keep.tolist()
     assert_same(grads.clipped_sum(C, nonfinite="zero"), want, 1e-12)
@@ -392,7 +414,7 @@ BAR = {
         lambda: drawn(B, 3, 11).double(), squares,
     ),
 }  # fmt: skip
-STREAMED = set(BAR) - {"tied decoder", "lstm"}
+STREAMED = set(BAR) - {"tied decoder"}  # whose table of positions is a candidate
 
 
 def asked(model: nn.Module, C: float, groups: dict[str, list[str]]) -> dict[str, eachgrad.queries.Query]:
@@ -445,3 +467,282 @@ def test_every_way_is_exact(name: str, memory, visits):
         assert not visits
     else:
         assert visits == ([False, True] if memory == 0 else [True])
+
+
+# Plans, and streaming: a number at any call is right, or there is an error
+
+
+class Free(nn.Module):
+    """A linear layer, something free, a linear layer; `call` counts the forwards."""
+
+    def __init__(self, between: Callable[[Tensor, int], Tensor] = lambda h, call: h):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.between, self.call = nn.Linear(4, 5), nn.Linear(5, 5), between, -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.call += 1
+        return self.b(self.between(self.a(x).tanh(), self.call))
+
+
+def row_norms(model: nn.Module, losses: Tensor) -> Tensor:
+    """(B,): the norm of each loss's derivative, by plain autograd."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    rows = [torch.autograd.grad(one, parameters, retain_graph=True, allow_unused=True) for one in losses]
+    return torch.stack([torch.cat([g.flatten() for g in row if g is not None]).norm() for row in rows])
+
+
+def right_or_refused(
+    model: nn.Module,
+    losses_of: Callable[[nn.Module, Tensor, int], Tensor],
+    outside: Callable[[Tensor, int], Tensor] = lambda losses, call: losses,
+    before: Callable[[nn.Module, int], object] = lambda model, call: None,
+    memory: int | None = None,
+    calls: int = 5,
+) -> list[str]:
+    """What happened at each call: "right" or "refused"; a wrong number fails."""
+    found = []
+    for call in range(calls):
+        before(model, call)
+        x = drawn(B, 3, 4, seed=call).double()
+        try:
+            with eachgrad.record(model, memory=memory) as tape:
+                losses = losses_of(model, x, call)
+            answer = tape.ask(outside(losses, call), norms=eachgrad.norms(), grad=eachgrad.clipped_sum(1e9))
+        except CaptureError:
+            found.append("refused")
+            continue
+        finally:
+            again = getattr(model, "call", 0)
+            if isinstance(model, Free):
+                model.call = again - 1
+        want = row_norms(model, outside(losses_of(model, x, call), call))
+        torch.testing.assert_close(answer.norms, want, rtol=1e-10, atol=0, msg=lambda m, k=call: f"call {k + 1}: {m}")
+        found.append("right")
+    return found
+
+
+def summed(model: nn.Module, x: Tensor, call: int) -> Tensor:
+    return model(x).square().sum((1, 2))
+
+
+def mixing_hook(h: Tensor, call: int) -> Tensor:
+    if call >= 2 and h.requires_grad:
+        h.register_hook(lambda g: g - g.mean(0, keepdim=True))
+    return h
+
+
+def doubling_hook(h: Tensor, call: int) -> Tensor:
+    if call >= 2 and h.requires_grad:
+        h.register_hook(lambda g: 2 * g)
+    return h
+
+
+def where_flipped(h: Tensor, call: int) -> Tensor:
+    return torch.where(torch.full((1, 1, 1), call < 2), h, h.flip(0))
+
+
+def gathered_by_a_matrix(h: Tensor, call: int) -> Tensor:
+    neighbours = torch.eye(B, dtype=h.dtype)
+    return torch.einsum("ij,jtd->itd", neighbours if call < 2 else neighbours.roll(1, 0), h)
+
+
+def gated_roll(h: Tensor, call: int) -> Tensor:
+    return h + torch.tensor(0.0 if call < 2 else 0.5) * h.roll(1, 0)
+
+
+MIXING = {"hook": mixing_hook, "where": where_flipped, "matrix": gathered_by_a_matrix, "gate": gated_roll}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_begins_to_mix_at_the_third_call_is_refused(name: str):
+    right_or_refused(Free(MIXING[name]).double(), summed)
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_was_refused_once_is_not_answered_by_the_old_plan(name: str):
+    model, late = Free(), MIXING[name]
+    model.between = lambda h, call: late(h, 5) if call >= 3 else h * 1
+    if name != "hook":  # the same ops at all calls
+        model.between = lambda h, call: late(h, 5 if call >= 3 else 0)
+    assert right_or_refused(model.double(), summed, calls=7) == ["right"] * 3 + ["refused"] * 4
+
+
+def permuted(losses: Tensor, call: int) -> Tensor:
+    eye = torch.eye(B, dtype=losses.dtype)
+    return (eye if call < 2 else eye.roll(1, 0)) @ losses
+
+
+def selected(values: Tensor, call: int) -> Tensor:
+    mask = torch.tensor([1, 1, 0], dtype=torch.bool).repeat(B, 1)
+    if call >= 2:
+        mask[0, 2], mask[1, 1] = True, False
+    return values.masked_select(mask).view(B, 2).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("losses_of", "outside"),
+    [
+        pytest.param(summed, permuted, id="a matrix"),
+        pytest.param(lambda m, x, call: m(x).square().sum(2), selected, id="masked_select"),
+    ],
+)
+def test_losses_that_begin_to_mix_outside_the_block_are_refused(losses_of, outside):
+    right_or_refused(Free().double(), losses_of, outside)
+
+
+def freeze(model, call):
+    model.a.weight.requires_grad_(call < 2)
+
+
+def unfreeze(model, call):
+    model.a.weight.requires_grad_(call >= 2)
+
+
+def tie(model, call):
+    if call == 0:
+        model.a = nn.Linear(4, 4).double()
+        model.b = nn.Linear(4, 4).double()
+    if call == 2:
+        model.b.weight = model.a.weight
+
+
+def untie(model, call):
+    if call == 0:
+        model.a = nn.Linear(4, 4).double()
+        model.b = nn.Linear(4, 4).double()
+        model.b.weight = model.a.weight
+    if call == 2:
+        model.b.weight = nn.Parameter(model.a.weight.detach() + 1)
+
+
+def replace_layer(model, call):
+    if call == 2:
+        model.b = nn.Linear(5, 5).double()
+
+
+def parametrize(model, call):
+    if call == 2:
+        nn.utils.parametrizations.weight_norm(model.b)
+
+
+CHANGES = [freeze, unfreeze, tie, untie, replace_layer, parametrize]
+
+
+@pytest.mark.parametrize("memory", [None, 0])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+def test_a_model_that_changes_between_calls(change, memory):
+    assert right_or_refused(Free().double(), summed, before=change, memory=memory, calls=7) == ["right"] * 7
+
+
+@pytest.mark.parametrize("memory", [None, 0])
+def test_a_hook_that_scales_gradients_is_followed(memory):
+    assert right_or_refused(Free(doubling_hook).double(), summed, memory=memory) == ["right"] * 5
+
+
+class Checkpointed(Free):
+    def __init__(self, reentrant: bool):
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = lambda z: self.a(z).tanh()  # noqa: E731
+        x = x.clone().requires_grad_() if self.reentrant else x
+        h = checkpoint(inner, x, use_reentrant=self.reentrant)
+        assert isinstance(h, Tensor)
+        return self.b(checkpoint(lambda z: self.b(z), h, use_reentrant=self.reentrant))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("memory", [None, 0])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_at_every_call(reentrant: bool, memory):
+    model = Checkpointed(reentrant).double()
+    x = drawn(B, 3, 4).double()
+    want = loop(model, lambda m, a: m(a).square().sum((1, 2)), [(x[i : i + 1],) for i in range(B)])
+    length = norms_of({n: g.flatten(1).norm(dim=1) for n, g in want.items()})
+    C = float(length.median())
+    for _ in range(5):
+        with eachgrad.record(model, memory=memory) as tape:
+            losses = model(x).square().sum((1, 2))
+        answer = tape.ask(losses, norms=eachgrad.norms(), grad=eachgrad.clipped_sum(C))
+        assert_same({"": answer.norms}, {"": length}, 1e-10)
+        assert_same(answer.grad, weighted(want, (C / length).clamp(max=1)), 1e-10)
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_autocast_that_comes_and_goes():
+    """The plan of one precision is none for the other; each is answered as by its own retained gradients."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), drawn(B, 3, 4)
+    for call in range(8):
+        on = call % 2 == 1 if call < 6 else call == 7
+        answers = []
+        for ask in (True, False):
+            with eachgrad.record(model) as tape, torch.autocast("cpu", torch.bfloat16, enabled=on):
+                losses = model(x).float().square().sum((1, 2))
+            answers.append(tape.ask(losses, n=eachgrad.norms()).n if ask else tape.backward(losses).norms())
+        want = row_norms(model, losses_under(model, x, on))
+        for norms in answers:
+            torch.testing.assert_close(norms, want, rtol=2e-2 if on else 1e-5, atol=0)
+
+
+def losses_under(model: nn.Module, x: Tensor, on: bool) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=on):
+        return model(x).float().square().sum((1, 2))
+
+
+def test_positions_as_many_as_samples_at_every_call(visits):
+    """B = T: no size tells which dimension counts the samples, and the two orders take turns."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    x = drawn(B, B, 4).double()
+    for call in range(12):
+        dim = (call // 2) % 2
+        with eachgrad.record(model, batch_dim=dim) as tape:
+            losses = model(x).square().sum((1 - dim, 2))
+        answer = tape.ask(losses, norms=eachgrad.norms())
+        want = row_norms(model, model(x).square().sum((1 - dim, 2)))
+        torch.testing.assert_close(answer.norms, want, rtol=1e-10, atol=0)
+    assert visits
+
+
+def test_tapes_that_are_open_at_the_same_time(visits):
+    """Accumulated over two tapes recorded before either is asked, in either order."""
+    torch.manual_seed(0)
+    model = Free().double()
+    x = drawn(2 * B, 3, 4).double()
+    want = row_norms(model, summed(model, x, 0))
+    for call in range(5):
+        tapes = []
+        for part in x.split(B):
+            with eachgrad.record(model) as tape:
+                tapes.append((tape, summed(model, part, 0)))
+        order = tapes if call % 2 else tapes[::-1]
+        total = eachgrad.Accumulator(norms=eachgrad.norms(), grad=eachgrad.clipped_sum(1e9))
+        for tape, losses in order:
+            tape.ask(losses, into=total)
+        norms = torch.cat(total.answer().norms.split(B)[:: 1 if call % 2 else -1])
+        torch.testing.assert_close(norms, want, rtol=1e-10, atol=0)
+        whole = torch.autograd.grad(summed(model, x, 0).sum(), list(model.parameters()))
+        assert_same(total.answer().grad, dict(zip(dict(model.named_parameters()), whole, strict=True)), 1e-10)
+    assert visits
+
+
+def test_losses_partly_outside_the_block(visits):
+    """Weights per sample, and a penalty on the outputs, added after the recording."""
+    found = right_or_refused(
+        Free().double(),
+        lambda m, x, call: m(x).sum(1),
+        lambda out, call: (out.softmax(1) * torch.linspace(1, 2, B)[:, None]).square().sum(1) + 0.1 * out.abs().sum(1),
+        calls=6,
+    )
+    assert found == ["right"] * 6
+    assert visits
+
+
+def test_a_penalty_on_a_parameter_outside_the_block_is_no_silent_loss():
+    model = Free().double()
+    refused = right_or_refused(
+        model, summed, lambda losses, call: losses + (model.a.weight.square().sum() if call >= 2 else 0), calls=6
+    )
+    assert refused == ["right"] * 2 + ["refused"] * 4

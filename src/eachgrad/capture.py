@@ -15,7 +15,7 @@ a candidate and stays attached; the gradients decide afterwards whether its outp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -23,6 +23,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 
 from eachgrad.errors import CaptureError, UnsupportedOp
@@ -72,6 +73,8 @@ class Recorder(TorchFunctionMode):
         if isinstance(func, torch._ops.OpOverloadPacket):
             func = as_called(func)
         found = tensors_in((args, kwargs))
+        if func is torch.Tensor.register_hook:  # it may change gradients: a forward with it is another one
+            self.signature.note(func, getattr(args[-1], "__code__", type(args[-1])))
         if not found or func in PASSIVE:
             return func(*args, **kwargs)
         if not torch.is_grad_enabled():
@@ -148,7 +151,7 @@ class Recorder(TorchFunctionMode):
             return NotImplemented  # a carrier that is changed in place by constants, most likely
         if func in COMPOSITES:
             opaque = self.tensors.opaque
-            with self:
+            with self, self.signature.trusting():
                 out = COMPOSITES[func](*args, **kwargs)
             self.tensors.opaque = opaque  # what a composite hides is known
             if out is not NotImplemented:
@@ -177,7 +180,8 @@ class Recorder(TorchFunctionMode):
         target = args[0] if func in IN_PLACE else None
         if func is torch.Tensor.copy_:
             sources = [t for t in sources if t is not target]
-        spread = {id(t): self._expanded(t, shape, strong) for t in sources}
+        # What is overwritten below must not be what the op has kept for its backward.
+        spread = {id(t): self._expanded(t.clone() if t is target else t, shape, strong) for t in sources}
         new_args, new_kwargs = replace((args, kwargs), spread)
         if target is None or id(target) not in spread:
             return func(*new_args, **new_kwargs)
@@ -268,10 +272,14 @@ class Recorder(TorchFunctionMode):
         """Active during a backward: what a checkpoint runs again must run as it did the first time."""
         before, self.replaying = self.replaying, True
         try:
-            with self:
+            with self, self.kernels():
                 yield
         finally:
             self.replaying = before
+
+    def kernels(self) -> AbstractContextManager[Any]:
+        """Kernels that have second derivatives, if these are asked for: of attention's only one has."""
+        return sdpa_kernel(SDPBackend.MATH) if self.create_graph else nullcontext()
 
     def _add(self, use: Use) -> None:
         if use.strong:

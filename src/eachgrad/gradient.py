@@ -26,6 +26,7 @@ class Gradient:
     block: Block | None  # None: the loss does not depend on the parameter
     batch_size: int
     guards: tuple[Use, ...] = field(default=(), repr=False)  # what must not have changed since
+    attached: bool = field(default=False, repr=False)  # whether answers are to be differentiated
     _memo: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -42,14 +43,14 @@ class Gradient:
     def squared_norms(self, shared: Shared | None = None) -> Tensor:
         """(B,), in float32 or better; computed once. `shared` is what other parameters' norms have found before."""
         block = self.checked()
-        if "squares" not in self._memo:
+        if not self.has_norms:
             squares = self.zeros(self.batch_size) if block is None else self._real(block.squared_norms(shared))
             self._memo["squares"] = squares
         return self._memo["squares"]
 
     def norms(self) -> Tensor:
         """(B,), in float32 or better."""
-        return self.squared_norms().sqrt()
+        return root(self.squared_norms())
 
     def weighted_sum(self, c: Tensor) -> Tensor:
         """sum_i c[i] g[i], (*shape), in the parameter's dtype; (K, *shape) for c (K, B)."""
@@ -64,16 +65,41 @@ class Gradient:
         value = block.weighted_sum(c) if c.ndim == 1 else block.weighted_sums(c)
         return value.to(self.parameter.dtype)
 
-    def dot(self, direction: Tensor) -> Tensor:
-        """<g[i], v>, real part: (B,) for v (*shape), (B, K) for v (K, *shape)."""
-        many = direction.ndim > self.parameter.ndim
-        directions = direction.detach() if many else direction.detach()[None]
+    def dot(self, direction: Tensor, positions: bool = False) -> Tensor:
+        """<g[i], v>, real part: (B,) for v (*shape), (B, K) for v (K, *shape).
+
+        `positions`: the share of each position, (B, T) or (B, T, K); see `PerSampleGrads.dot`.
+        """
+        if positions:
+            found = self.dot_by_position(direction)
+            if found is None:
+                raise ValueError(f"the gradients of {self.name!r} are sums over positions, or zero: they have none")
+            return found
+        many, directions = self._directions(direction)
         block = self.checked()
         if block is None or not directions.numel():
             value = self.zeros(self.batch_size, len(directions))
         else:
             value = self._real(block.dot(directions.to(self.parameter.device)))
         return value if many else value[:, 0]
+
+    def dot_by_position(self, direction: Tensor) -> Tensor | None:
+        """<g[i], v> as its positions share in it, (B, T) or (B, T, K); None where there are none."""
+        many, directions = self._directions(direction)
+        block = self.checked()
+        # Of no direction at all the number of positions is still to be found.
+        asked = directions if len(directions) else directions.new_zeros(1, *self.parameter.shape)
+        found = [None if block is None else block.dot_by_position(v.to(self.parameter.device)) for v in asked]
+        shares = [self._real(value) for value in found if value is not None]
+        if not shares:
+            return None
+        return torch.stack(shares, 2)[..., : len(directions)] if many else shares[0]
+
+    def _directions(self, direction: Tensor) -> tuple[bool, Tensor]:
+        """Whether several are given, and all of them: (K, *shape)."""
+        many = direction.ndim > self.parameter.ndim
+        direction = direction if self.attached else direction.detach()
+        return many, direction if many else direction[None]
 
     def gram(self, other: Gradient) -> Tensor:
         """<g[i], h[j]> with the gradients of the same parameter for other samples, real part: (B, B')."""
@@ -104,8 +130,10 @@ class Gradient:
 
     @property
     def has_norms(self) -> bool:
-        """Whether the norms have been computed already."""
-        return "squares" in self._memo
+        """Whether the norms have been computed already, and can be differentiated if that may be asked for."""
+        found = self._memo.get("squares")
+        lost = self.attached and torch.is_grad_enabled() and found is not None and not found.requires_grad
+        return found is not None and not lost
 
     def cost(self) -> plan.Cost:
         """What the gradients hold, and what answers about them cost."""
@@ -135,6 +163,14 @@ class Gradient:
     def __repr__(self) -> str:
         kind = "unused" if self.block is None else type(self.block).__name__
         return f"Gradient({self.name!r}, {tuple(self.shape)}, {kind})"
+
+
+def root(squares: Tensor) -> Tensor:
+    """The square root, with the derivative 0 at 0, as a norm has in torch."""
+    if not squares.requires_grad:
+        return squares.sqrt()
+    zero = squares == 0
+    return squares.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
 
 
 def total(parts: Sequence[Tensor]) -> Tensor:

@@ -80,12 +80,18 @@ class PerSampleGrads(Mapping[str, Gradient]):
         """
         return self._ask(queries.clipped_sum(max_norm, groups, normalise, gamma, nonfinite))
 
-    def dot(self, direction: Mapping[str, Tensor]) -> Tensor:
+    def dot(self, direction: Mapping[str, Tensor], positions: bool = False) -> Tensor:
         """<g[i], v> with v = {name: (*shape)}, (B,), or K of them at once: {name: (K, *shape)} -> (B, K).
 
         Names that are left out count as zero. For complex numbers it is the real part.
+
+        `positions` gives the share of each position (token) of a sample, (B, T) or (B, T, K), whose sum over T is the
+        ordinary answer: for weights of matrix products and for embeddings, where all that are asked for have the same
+        number of positions. A position is one of the op's output; a parameter that is used several times has those of
+        all its uses, one after another (embeddings and products apart). Biases, norms, convolutions and derived weights
+        have lost their positions: that is an error which names them, and `select` chooses the others.
         """
-        return self._ask(queries.dot(direction))
+        return self._ask(queries.dot(direction, positions))
 
     def gram(self, other: PerSampleGrads | None = None) -> Tensor:
         """<g[i], g[j]>, (B, B), or <g[i], h[j]> with the gradients of other samples, (B, B'); real part.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -16,19 +16,24 @@ Node = Any  # torch.autograd.graph.Node
 def tensors_in(value: Any) -> list[Tensor]:
     """Every tensor in nested tuples, lists and dicts."""
     found: list[Tensor] = []
-    _collect(value, found)
+    _collect((value,), found)
     return found
 
 
-def _collect(value: Any, found: list[Tensor]) -> None:
-    if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            _collect(item, found)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _collect(item, found)
+_PLAIN = {int, float, bool, str, type(None)}
+
+
+def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
+    # Called for every op of a forward: one call per container, and no test for what is plainly no tensor.
+    for value in values:
+        if type(value) in _PLAIN:
+            continue
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            _collect(value, found)
+        elif isinstance(value, dict) and value:
+            _collect(value.values(), found)
 
 
 def mapped(f: Callable[[Tensor], Any], value: Any) -> Any:

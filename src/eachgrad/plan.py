@@ -13,8 +13,9 @@ from dataclasses import dataclass
 # On one core the direct norms of seven convolutions took 0.79 to 0.99 of their time with 32 MiB; with 1 MiB up to 1.08.
 CHUNK = 1 << 20
 
-# FLOPs that take as long as moving one byte: 160 GFLOP/s against 10 GB/s, measured on two cores.
-FLOPS_PER_BYTE = 16
+# Forming a byte of gradients, to be kept, read for the norm and read for the sum, takes as long as this many FLOPs:
+# 2.4 ms for 16.8 MB, where products run at 160 GFLOP/s (a Linear(256, 1024) of a transformer on two cores).
+FLOPS_PER_BYTE = 24
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,12 @@ def _both(a: Route, b: Route) -> Route:
 
 def product(B: int, T: int, p: int, d: int, item: int) -> Cost:
     """The gradient of a weight in a matrix product, of numbers of `item` bytes."""
-    once = 2 * B * T * p * d
-    dense, step = B * p * d * item, min(B, max(1, CHUNK // max(1, p * d)))
+    once, dense = 2 * B * T * p * d, B * p * d * item
     return Cost(
         "Outer", B, T, d, p, B * T * (p + d) * item, dense,
         norms=product_norms(B, T, p, d, item),
         direct=Route("direct", once, dense, "every gradient is asked for"),
-        total=Route("one product", once, min(p, d) * B * T * item + step * 0, "scaled factors, all samples at once"),
+        total=Route("one product", once, min(p, d) * B * T * item, "scaled factors, all samples at once"),
         weight=once,
     )  # fmt: skip
 
@@ -146,7 +146,7 @@ def answer(cost: Cost, query: str, held: str) -> Route:
         return cost.direct
     if query == "weighted_sum":
         return cost.total
-    kept = dense_sum(cost.B, cost.dense // max(1, cost.B) // 4)
+    kept = dense_sum(cost.B, cost.p * cost.d)
     if held == "gradients":
         name = cost.norms.name if cost.kind == "Dense" else "direct, kept"
         reason = cost.norms.reason if cost.kind == "Dense" else "no larger than the factors"
@@ -177,11 +177,11 @@ def schedule(costs: Mapping[str, Cost], budget: int | None) -> dict[str, str]:
         held -= min(costs[name].dense, costs[name].factors)
         found[name] = "again"
 
-    # Under it: gradients kept spare the norms' FLOPs, and cost writing once and reading twice.
+    # Under it: gradients kept spare the norms' FLOPs.
     def gain(name: str) -> float:
         cost = costs[name]
         spared = cost.norms.flops + cost.total.flops - cost.direct.flops
-        return spared - 3 * FLOPS_PER_BYTE * cost.dense
+        return spared - FLOPS_PER_BYTE * cost.dense
 
     for name in sorted(costs, key=lambda n: -gain(n)):
         extra = costs[name].dense - costs[name].factors

@@ -28,6 +28,7 @@ class Plan:
     layouts: list[lay.Layout | None]
     costs: dict[str, Cost] = field(default_factory=dict)  # by parameter, when its gradients were formed last
     calls: int = 1
+    stale: bool = False  # due, and not measured again so far
 
     def is_due(self) -> bool:
         """Whether this call measures the layouts again."""
@@ -50,7 +51,11 @@ _plans: WeakKeyDictionary[nn.Module, dict[Hashable, Plan]] = WeakKeyDictionary()
 def find(model: nn.Module, key: Hashable) -> Plan | None:
     """The plan to use for this forward, or None: measure."""
     plan = _plans.get(model, {}).get(key)
-    return None if plan is None or plan.is_due() else plan
+    if plan is None:
+        return None
+    # Until it has been measured again: a refusal must not leave the old layouts behind.
+    plan.stale = plan.is_due() or plan.stale
+    return None if plan.stale else plan
 
 
 def keep(

@@ -84,7 +84,7 @@ def _factor(norms: Tensor, bound: float, gamma: float | None) -> Tensor:
     bound = bound * (1 - 4 * torch.finfo(norms.dtype).eps)
     if gamma is not None:
         return bound / (norms + gamma)
-    return (bound / norms).clamp(max=1.0)
+    return bound / norms.clamp(min=bound)  # not (bound / norms).clamp(max=1), whose derivative at 0 is NaN
 
 
 def _bounds(max_norm: float | Mapping[str, float], groups: Iterable[str]) -> dict[str, float]:

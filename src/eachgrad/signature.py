@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,13 @@ _INDEXED = set(
     repeat_interleave _pack_padded_sequence _pad_packed_sequence lstm gru rnn_tanh rnn_relu
     """.split()
 )
+_PLAIN = {int, float, bool, str, type(None)}
 _LOOK_UPS = {"embedding", "embedding_bag"}
+# Ops that bring samples together along a dimension, as they do not in a model whose samples have gradients of their
+# own: with a factor that happens to be zero nothing shows, until it is not.
+_MOVING = {"flip", "roll", "rot90", "fliplr", "flipud", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"}
+_MOVING_NODES = ("Flip", "Roll", "Rot90", "Cum", "LogCumsumexp", "Mm", "Mv", "Addmm", "Addmv", "Dot", "Index", "Gather")
+_PRODUCTS = {"einsum", "matmul", "__matmul__", "__rmatmul__", "mm", "mv", "addmm", "addmv", "dot", "vdot", "inner"}
 _BY_VALUE = {"sort", "argsort", "topk", "kthvalue", "unique", "nonzero", "msort"}
 
 
@@ -28,6 +35,21 @@ class Signature:
 
     def __init__(self) -> None:
         self.value: int | None = 0
+        self._trusting = False
+
+    @contextmanager
+    def trusting(self) -> Iterator[None]:
+        """While a composite of the library runs: what it turns round lies along no batch."""
+        before, self._trusting = self._trusting, True
+        try:
+            yield
+        finally:
+            self._trusting = before
+
+    def note(self, *what: Hashable) -> None:
+        """Something else that happened, as an op of its own."""
+        if self.value is not None:
+            self.value = hash((self.value, *what))
 
     def add(self, func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor]) -> None:
         if self.value is None:
@@ -36,10 +58,25 @@ class Signature:
         indexed = name in _INDEXED and any(not t.is_floating_point() and not t.is_complex() for t in tensors)
         if name in _LOOK_UPS:  # of a parameter's rows it moves none of the batch
             indexed = not any(isinstance(t, nn.Parameter) for t in tensors)
-        if indexed or name in _BY_VALUE:
+        moving = name in _MOVING or (name in _PRODUCTS and _contracts_rows(func, args))
+        if indexed or name in _BY_VALUE or (moving and not self._trusting):
             self.value = None
             return
         self.value = hash((self.value, func, _describe(args), _describe(kwargs)))
+
+
+def _contracts_rows(func: Callable, args: tuple) -> bool:
+    """Whether the first dimension of something that is no parameter is added up: it may be that of the samples."""
+    if func is torch.einsum and isinstance(args[0], str):
+        subscripts, _, out = args[0].replace(" ", "").partition("->")
+        pairs = zip(subscripts.split(","), args[1:], strict=False)
+        return any(s[:1].isalpha() and s[0] not in out and _computed(t) for s, t in pairs)
+    right = args[0] if func is torch.Tensor.__rmatmul__ else args[-1]
+    return _computed(right) and right.ndim <= 2
+
+
+def _computed(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.requires_grad and not isinstance(t, nn.Parameter)
 
 
 def of_graph(nodes: Sequence[Node], since: int) -> Hashable:
@@ -58,6 +95,8 @@ def of_graph(nodes: Sequence[Node], since: int) -> Hashable:
 def _options(node: Node) -> tuple[Hashable, ...] | None:
     if isinstance(node, BackwardCFunction):  # written in Python: its options are not seen
         return None
+    if node.name().startswith(_MOVING_NODES):  # may bring samples together, if values say so
+        return None
     found: list[Hashable] = [tuple(m.shape) for m in node._input_metadata]
     for name in dir(type(node)):
         if not name.startswith("_saved_"):
@@ -67,6 +106,8 @@ def _options(node: Node) -> tuple[Hashable, ...] | None:
         except RuntimeError:  # a tensor that was changed since: its values do not matter here
             continue
         tensors = tensors_in(value)
+        if tensors and node.name().startswith("MaskedSelect"):  # the mask decides where the rows go
+            return None
         if any(not t.is_floating_point() and not t.is_complex() and t.dtype != torch.bool for t in tensors):
             if not node.name().startswith("NllLoss"):  # whose classes move no sample
                 return None
@@ -76,6 +117,8 @@ def _options(node: Node) -> tuple[Hashable, ...] | None:
 
 
 def _describe(value: Any) -> Hashable:
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     if isinstance(value, (tuple, list)):

@@ -351,9 +351,7 @@ def pulled_back(recorder: Recorder, source: Tensor, value: Tensor) -> dict[str, 
     return {recorder.tensors.parameters[id(p)]: f for p, f in zip(parameters, found, strict=True) if f is not None}
 
 
-def _batched_pull(
-    source: Tensor, parameters: list[Tensor], value: Tensor, create_graph: bool
-) -> list[Tensor | None]:
+def _batched_pull(source: Tensor, parameters: list[Tensor], value: Tensor, create_graph: bool) -> list[Tensor | None]:
     options = {"retain_graph": True, "allow_unused": True, "create_graph": create_graph}
     try:
         return list(_grad(source, parameters, value, is_grads_batched=True, **options))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any, overload
 
 import torch
@@ -100,15 +100,17 @@ class Tape:
         # What the user compiled runs as it is written, so that its ops can be seen. Without the compiler loaded
         # there is nothing compiled, and loading it takes seconds.
         loaded = "torch._dynamo" in sys.modules
-        self._eager = torch.compiler.set_stance("force_eager") if loaded else nullcontext()
-        self._eager.__enter__()
+        self._settings = ExitStack()
+        if loaded:
+            self._settings.enter_context(torch.compiler.set_stance("force_eager"))
+        self._settings.enter_context(self.recorder.kernels())
         self.recorder.__enter__()
         _active.tape, self._state = self, "recording"
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.recorder.__exit__(*error)
-        self._eager.__exit__(*error)
+        self._settings.__exit__(*error)
         _active.tape, self._state = None, "recorded"
         # What autograd makes from here on is no part of the recording.
         self._end = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
@@ -204,7 +206,8 @@ class Tape:
         loss = None if forward is None else of_graph(passes.nodes, self._end)
         if loss is None or B == 1:
             return passes, None
-        return passes, (forward, loss, B, self.batch_dim, tuple(tuple(use.tap.shape) for use in self.recorder.uses))
+        taps = tuple(tuple(use.tap.shape) for use in self.recorder.uses)
+        return passes, (forward, loss, B, self.batch_dim, tuple(named_trainable(self.model)), taps)
 
     def _recalled(self, passes: Passes, key: Hashable) -> recall.Plan | None:
         plan = None if key is None else recall.find(self.model, key)
@@ -268,7 +271,9 @@ class Tape:
         blocks = blocks_of(self.recorder, accepted, B)
         parameters = named_trainable(self.model)
         guards = tuple(item.use for item, wanted in accepted if wanted)
-        gradients = {name: Gradient(name, p, blocks.get(name), B, guards, self.create_graph) for name, p in parameters.items()}
+        gradients = {
+            name: Gradient(name, p, blocks.get(name), B, guards, self.create_graph) for name, p in parameters.items()
+        }
         grads = PerSampleGrads(gradients, B, Record(self.model, self.recorder, accepted), self.budget)
         if self.check:
             check_weighted_sum(grads, loss, self.recorder, parameters)

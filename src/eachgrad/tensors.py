@@ -44,6 +44,8 @@ class Tensors:
             self._tags[id(t)] = (ref(t), tag)
 
     def follow(self, func: Callable, args: tuple, kwargs: dict, out: Any) -> None:
+        if not self._tags:
+            return
         tagged = [(t, tag) for t in tensors_in((args, kwargs)) if (tag := self.tag(t)) is not None]
         if tagged:
             self.set_tag(out, mixing.follow(func, args, kwargs, out, tagged))

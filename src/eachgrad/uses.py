@@ -27,6 +27,11 @@ def blocks(use: Use, g: Tensor, layout: lay.Layout, B: int, create_graph: bool =
     use.check_versions()
     if use.rule.reads_parameters:
         use.check_sources()
+    if create_graph and use.rule.bind(use.args, use.kwargs).get("scale_grad_by_freq"):
+        raise CaptureError(
+            f"create_graph=True, but {use.name} at {use.where} has scale_grad_by_freq: what torch computes for it is no "
+            "derivative that could be differentiated again"
+        )
     try:
         found = _by_rule(use, g if create_graph else g.detach(), layout, B, create_graph)
     except NeedsLoop:
@@ -95,9 +100,7 @@ def _folded(found: list[Block | None], fold: Fold | None) -> list[Block | None]:
     return found if fold is None else [None if block is None else block.fold(fold) for block in found]
 
 
-def _call(
-    rule: Rule, g: Tensor, arguments: Arguments, extra: dict[str, Any], create_graph: bool
-) -> dict[str, Block]:
+def _call(rule: Rule, g: Tensor, arguments: Arguments, extra: dict[str, Any], create_graph: bool) -> dict[str, Block]:
     """Call the rule's function, spreading what it declares as *args."""
     positional, named = [], {}
     for name, parameter in list(rule.signature.parameters.items())[1:]:

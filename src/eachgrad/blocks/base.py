@@ -62,6 +62,8 @@ class Shared:
 
     def gram(self, t: Tensor, start: int, end: int) -> Tensor:
         """Inner products of the positions start to end of (n, T, d) with those up to end: (n, end - start, end)."""
+        if t.requires_grad:  # the same numbers may have other derivatives: h and h.detach()
+            return t[:, start:end] @ t[:, :end].mH
         key = (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device)
         # The tensor is held as well: nothing else can come to lie where it does. The last one asked for stays longest.
         self._found[key] = self._found.pop(key, (t, {}))
@@ -129,6 +131,10 @@ class Block:
         for start, value in self.tiles():
             total = total + inner(value, flat[:, start : start + value.shape[1]])
         return total
+
+    def dot_by_position(self, direction: Tensor) -> Tensor | None:
+        """<g[i], v> for one direction (*shape), as T positions share in it: (B, T); None if they are summed already."""
+        return None
 
     def gram(self, other: Block) -> Tensor:
         """<g[i], h[j]> of two blocks of the same parameter, real part: (B, B')."""
@@ -209,16 +215,30 @@ def sum_of(c: Tensor, value: Tensor) -> Tensor:
 
 
 def scaled(value: Tensor, c: Tensor) -> Tensor:
-    """c[i] value[i], rounded to value's dtype only afterwards: a weight of sixteen bits may be off by 0.4%."""
-    c = c.to(accumulation_dtype(value.dtype)).view(-1, *[1] * (value.ndim - 1))
-    return (value * c).to(value.dtype)
+    """c[i] value[i], in float32 or better: rounded to sixteen bits, terms that cancel would leave their rounding behind."""
+    return value * c.to(accumulation_dtype(value.dtype)).view(-1, *[1] * (value.ndim - 1))
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right of matrices, in float32 or better."""
+    """left @ right of matrices of which one may be wider than the other, in float32 or better."""
+    narrow = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
+    dtype = accumulation_dtype(narrow)
+    if narrow == dtype or not left.is_cuda or left.requires_grad or right.requires_grad:
+        return left.to(dtype) @ right.to(dtype)
+    # Tensor cores take sixteen bits: the wide one as a sum of two such numbers, about 1 in size.
+    wide, other = (left, right) if left.dtype == dtype else (right, left)
+    unit = torch.exp2(torch.floor(torch.log2(wide.abs().amax().clamp(min=torch.finfo(dtype).tiny))))
+    high = (wide / unit).to(narrow)
+    low = (wide / unit - high).to(narrow)
+    pairs = [(part, other) if wide is left else (other, part) for part in (high, low)]
+    return torch.stack([torch.mm(a, b, out_dtype=dtype) for a, b in pairs]).sum(0) * unit
+
+
+def products(left: Tensor, right: Tensor) -> Tensor:
+    """left[i] @ right[i] of batches of matrices, in float32 or better."""
     dtype = accumulation_dtype(left.dtype)
-    if left.is_cuda and dtype != left.dtype:
-        return torch.mm(left, right, out_dtype=dtype)
+    if left.is_cuda and dtype != left.dtype and not (left.requires_grad or right.requires_grad):
+        return torch.bmm(left, right, out_dtype=dtype)
     return left.to(dtype) @ right.to(dtype)
 
 

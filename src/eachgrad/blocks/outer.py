@@ -16,6 +16,7 @@ from eachgrad.blocks.base import (
     accumulation_dtype,
     dots,
     product,
+    products,
     recomputed,
     scaled,
     squared_norms,
@@ -73,7 +74,9 @@ class Outer(Block):
     def _direct(self) -> Tensor:
         left, right = self._factors()
         step = plan.direct_samples(len(left), *self.matrix)
-        return torch.cat([squared_norms(a.mT @ b) for a, b in zip(left.split(step), right.split(step), strict=True)])
+        return torch.cat(
+            [squared_norms(products(a.mT, b)) for a, b in zip(left.split(step), right.split(step), strict=True)]
+        )
 
     def _gram(self, shared: Shared) -> tuple[Tensor, Tensor]:
         """Squared norms, and the size of the terms that they are sums of: sum (A A^T) * (G G^T)."""
@@ -112,16 +115,22 @@ class Outer(Block):
         # Factor by factor 2 K T p d a sample, by dense tiles 2 (K + T) p d.
         if K * T > K + T:
             return super().dot(directions)
-        return torch.stack([self._dot(v) for v in directions.reshape(K, *self.matrix)], 1)
+        return torch.stack([self._dot(v) for v in directions], 1)
+
+    def dot_by_position(self, direction: Tensor) -> Tensor:
+        return self._terms(direction).sum(2)
 
     def _dot(self, direction: Tensor) -> Tensor:
-        """rowsum((A V^T) * G), by the side that leaves less: (B,)."""
+        return self._terms(direction).sum((1, 2))
+
+    def _terms(self, direction: Tensor) -> Tensor:
+        """The terms of <g[i], v> position by position, (A V^T) * G, by the side that leaves less: (B, T, n)."""
         left, right = self._factors()
         dtype = accumulation_dtype(torch.promote_types(left.dtype, direction.dtype))
-        left, right, direction = left.to(dtype), right.to(dtype), direction.to(dtype).conj()
         p, d = self.matrix
+        left, right, direction = left.to(dtype), right.to(dtype), direction.to(dtype).conj().reshape(p, d)
         product = (right @ direction.mT) * left if p < d else (left @ direction) * right
-        return product.real.sum((1, 2))
+        return product.real
 
     def gram(self, other: Block) -> Tensor:
         if isinstance(other, Outer) and self.left.shape[1] == other.left.shape[1] == 1 and self.matrix == other.matrix:

@@ -47,6 +47,8 @@ class Patches(Block):
         return self.x.shape[1] * math.prod(self.x.shape[3:])
 
     def dense(self) -> Tensor:
+        if self.x.requires_grad or self.g.requires_grad:  # autograd does not follow what is written into parts
+            return torch.cat([self._direct(x, g) for x, g in self._split(self.g)])
         value = self.g.new_empty(len(self.g), *self.shape, dtype=self.dtype)
         step = self._step()
         for part, x, g in zip(value.split(step), self.x.split(step), self.g.split(step), strict=True):

@@ -63,6 +63,10 @@ class Rows(Block):
         index, value = self.index.clamp(min=0), self._values()
         return torch.stack([dots(value, v[index]) for v in directions], 1)
 
+    def dot_by_position(self, direction: Tensor) -> Tensor:
+        index = self.index.clamp(min=0).flatten()
+        return dots(self._values().flatten(0, 1), direction[index]).view(self.index.shape)
+
     def gram(self, other: Block) -> Tensor:
         if not isinstance(other, Rows):
             return super().gram(other)

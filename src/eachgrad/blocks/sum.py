@@ -46,6 +46,11 @@ class Sum(Block):
     def dot(self, directions: Tensor) -> Tensor:
         return reduce(torch.add, (part.dot(directions) for part in self.parts))
 
+    def dot_by_position(self, direction: Tensor) -> Tensor | None:
+        found = [part.dot_by_position(direction) for part in self.parts]
+        known = [shares for shares in found if shares is not None]
+        return torch.cat(known, 1) if len(known) == len(found) else None
+
     def compressed(self, left: Tensor, right: Tensor) -> Tensor:
         return reduce(torch.add, (part.compressed(left, right) for part in self.parts))
 

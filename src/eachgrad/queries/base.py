@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eachgrad import plan
-from eachgrad.blocks.base import real_dtype
+from eachgrad.blocks.base import accumulation_dtype, real_dtype
 from eachgrad.gradient import Gradient, total
 from eachgrad.selection import matching
 
@@ -123,6 +123,7 @@ class PerParameter(Running):
     def __init__(self, over: Over):
         super().__init__(over)
         self.sums: dict[str, Tensor] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
 
     def begin(self, batch_size: int, costs: Mapping[str, plan.Cost]) -> None:
         super().begin(batch_size, costs)
@@ -130,10 +131,14 @@ class PerParameter(Running):
 
     def end(self) -> None:
         for name, value in self.batch.items():
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
+            self.dtypes[name] = value.dtype
+            wide = value.to(accumulation_dtype(value.dtype))  # many batches of sixteen bits would not add up
+            self.sums[name] = self.sums[name] + wide if name in self.sums else wide
         self.batch = {}
         super().end()
 
     def in_order(self, divisor: float | None = None) -> dict[str, Tensor]:
         found = {name: self.sums[name] for name in self.over.parameters if name in self.sums}
-        return found if divisor is None else {name: value / divisor for name, value in found.items()}
+        if divisor is not None:
+            found = {name: value / divisor for name, value in found.items()}
+        return {name: value.to(self.dtypes[name]) for name, value in found.items()}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eachgrad import plan
-from eachgrad.gradient import Gradient
+from eachgrad.gradient import Gradient, total
 from eachgrad.projection import check_projection, project
 from eachgrad.queries.base import Over, PerSample, Query, Running
 
@@ -17,9 +17,11 @@ from eachgrad.queries.base import Over, PerSample, Query, Running
 @dataclass(frozen=True)
 class Dot(Query):
     direction: Mapping[str, Tensor]
+    positions: bool = False
 
     def start(self, over: Over) -> Running:
-        return RunningDot(over, check_direction(self.direction, over))
+        direction = check_direction(self.direction, over)
+        return RunningShares(over, direction) if self.positions else RunningDot(over, direction)
 
 
 def check_direction(direction: Mapping[str, Tensor], over: Over) -> dict[str, Tensor]:
@@ -57,6 +59,49 @@ class RunningDot(PerSample):
 
     def answer(self) -> Tensor:
         return self.joined().get("", torch.zeros(self.samples, dtype=self.over.dtype))
+
+
+class RunningShares(PerSample):
+    """The same position by position; complete only if every parameter has them, and as many as the others."""
+
+    def __init__(self, over: Over, direction: dict[str, Tensor]):
+        super().__init__(over)
+        self.direction = direction
+
+    def begin(self, batch_size: int, costs: Mapping[str, plan.Cost]) -> None:
+        super().begin(batch_size, costs)
+        self.shares: dict[str, Tensor | None] = {}
+
+    def add(self, gradient: Gradient) -> None:
+        if gradient.name in self.direction:
+            self.shares[gradient.name] = gradient.dot_by_position(self.direction[gradient.name])
+
+    def again(self) -> set[str]:
+        self._check()
+        return set()
+
+    def _check(self) -> None:
+        lost = [name for name, value in self.shares.items() if value is None]
+        if lost:
+            raise ValueError(
+                f"the gradients of {', '.join(map(repr, lost))} are sums over positions, or zero: they have none. Leave "
+                "them out with select(), or out of the direction."
+            )
+        counts = {name: value.shape[1] for name, value in self.shares.items() if value is not None}
+        if len(set(counts.values())) > 1:
+            raise ValueError(f"positions differ in number: {counts}. Choose among the parameters with select().")
+        earlier = {rows[0].shape[1] for rows in self.batches.values()}
+        if earlier and earlier != set(counts.values()):
+            raise ValueError(f"the batches differ in the number of positions: {earlier.pop()}, then {counts}")
+
+    def end(self) -> None:
+        shares = [value for value in self.shares.values() if value is not None]
+        if shares:
+            self.parts[""] = [total(shares)]
+        super().end()
+
+    def answer(self) -> Tensor:
+        return self.joined().get("", torch.zeros(self.samples, 0, dtype=self.over.dtype))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eachgrad import plan
 from eachgrad.blocks.base import Shared
-from eachgrad.gradient import Gradient, total
+from eachgrad.gradient import Gradient, root, total
 from eachgrad.queries.base import Over, PerParameter, PerSample, Query, Running
 from eachgrad.selection import clip_factors, grouped
 
@@ -48,7 +48,7 @@ class RunningNorms(PerSample):
         return name if self.by == "parameter" else name.rpartition(".")[0]
 
     def answer(self) -> Any:
-        found = {key: squares.sqrt() for key, squares in self.joined().items()}
+        found = {key: root(squares) for key, squares in self.joined().items()}
         if self.by is None:
             return found.get("", torch.zeros(self.samples))
         keys = dict.fromkeys(self.key(name) for name in self.over.parameters)
@@ -149,7 +149,7 @@ class RunningClip(PerParameter):
 
     def again(self) -> set[str]:
         none = torch.zeros(self.batch_size)
-        norms = {g: total([self.squares[n] for n in names] or [none]).sqrt() for g, names in self.members.items()}
+        norms = {g: root(total([self.squares[n] for n in names] or [none])) for g, names in self.members.items()}
         self.factors, self.shared = self._factors(norms), Shared()
         for name in list(self.held):
             self._sum(self.held.pop(name))

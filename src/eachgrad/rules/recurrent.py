@@ -173,7 +173,8 @@ class _Layer:
         """A scan by ordinary ops, whose backward can be differentiated."""
         with torch._C.DisableTorchFunction(), torch.autocast(z.device.type, enabled=False):
             given, dtype = z.dtype, torch.promote_types(z.dtype, torch.float32)
-            now, first = tuple(s.to(dtype) for s in state), state[0].to(dtype)
+            now = tuple(s.to(dtype) for s in state)
+            first = now[0]
             weights = w_hh.to(dtype), None if b_hh is None else b_hh.to(dtype)
             outs, resets, done = [], [], []
             for gates in z.to(dtype).split(steps.sizes):
@@ -181,21 +182,25 @@ class _Layer:
                 if n < len(now[0]):
                     done.append([s[n:] for s in now])
                     now = tuple(s[:n] for s in now)
-                hidden = F.linear(now[0], *weights)
-                if self.kind == "lstm":
-                    now = _lstm_gates(gates + hidden, now[1])
-                elif self.kind == "gru":
-                    h, reset = _gru_gates(gates, hidden, now[0])
-                    now = (h,)
-                    resets.append(reset)
-                else:
-                    now = ((gates + hidden).relu() if self.kind == "rnn_relu" else (gates + hidden).tanh(),)
+                now, reset = self._step(gates, F.linear(now[0], *weights), now)
                 outs.append(now[0])
+                resets.extend(reset)
             done.append(now)
             rows = torch.cat(outs)
             kept = [scan.before(first, rows, steps.sizes), *([torch.cat(resets)] if resets else [])]
             final = (torch.cat(ended) for ended in zip(*reversed(done), strict=True))
             return rows.to(given), tuple(s.to(given) for s in final), tuple(t.to(given) for t in kept)
+
+    def _step(
+        self, gates: Tensor, hidden: Tensor, state: tuple[Tensor, ...]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The next states, and a GRU's reset gates."""
+        if self.kind == "lstm":
+            return _lstm_gates(gates + hidden, state[1]), ()
+        if self.kind == "gru":
+            h, reset = _gru_gates(gates, hidden, state[0])
+            return (h,), (reset,)
+        return ((gates + hidden).relu() if self.kind == "rnn_relu" else (gates + hidden).tanh(),), ()
 
     def _loop(self, x: Tensor, state: tuple[Tensor, ...], steps: _Steps) -> tuple[Tensor, tuple[Tensor, ...]]:
         """A step at a time, for an LSTM with projections."""
