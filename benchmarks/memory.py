@@ -23,7 +23,7 @@ def peak(function: Callable[[], object]) -> int:
     """
     # The profiler does not see older memory go: rubbish that is collected inside would be a matter of chance.
     gc.collect()
-    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         answer = function()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     del answer

@@ -90,8 +90,8 @@ def dense_factors(grads: Grads, dim: int) -> Tensor:
     return out
 
 
-def queries(direction: Grads, dim: int) -> dict[str, tuple[Callable[[Any], object], Callable[[Grads], object]]]:
-    """{query: (of eachgrad's gradients, of dense ones)}."""
+def queries(direction: Grads, dim: int) -> dict[str, tuple[eachgrad.queries.Query, Callable[[Grads], object]]]:
+    """{query: (asked of eachgrad, of dense gradients)}."""
     dense = {
         "kronecker": lambda g: dense_factors(g, dim),
         "sjlt": lambda g: dense_buckets(g, dim),
@@ -99,10 +99,10 @@ def queries(direction: Grads, dim: int) -> dict[str, tuple[Callable[[Any], objec
         "rademacher": lambda g: dense_matrix(g, dim, _signs),
     }
     return {
-        "dot": (lambda g: g.dot(direction), lambda g: dense_dot(g, direction)),
-        "gram": (lambda g: g.gram(), dense_gram),
-        "variance": (lambda g: g.variance(), dense_variance),
-        **{f"project {kind}": (lambda g, kind=kind: g.project(dim, kind=kind), dense[kind]) for kind in KINDS},
+        "dot": (eachgrad.dot(direction), lambda g: dense_dot(g, direction)),
+        "gram": (eachgrad.gram(), dense_gram),
+        "variance": (eachgrad.variance(), dense_variance),
+        **{f"project {kind}": (eachgrad.project(dim, kind=kind), dense[kind]) for kind in KINDS},
     }
 
 
@@ -117,7 +117,7 @@ def timed(forward: Callable[[], Any], rest: Callable[[Any], object]) -> Parts:
 
 
 def contenders(
-    model: nn.Module, x: Tensor, y: Tensor, ours: Callable[[Any], object], theirs: Callable[[Grads], object]
+    model: nn.Module, x: Tensor, y: Tensor, ours: eachgrad.queries.Query, theirs: Callable[[Grads], object]
 ) -> dict[str, Callable[[], Parts]]:
     plain, own = copy.deepcopy(model), copy.deepcopy(model)
     dense = vmap_dense(copy.deepcopy(model), x, y)
@@ -132,11 +132,11 @@ def contenders(
         return tape, losses
 
     def run_eachgrad() -> Parts:
-        return timed(record, lambda recorded: ours(recorded[0].backward(recorded[1])))
+        return timed(record, lambda recorded: recorded[0].ask(recorded[1], answer=ours).answer)
 
     def settle() -> None:
         tape, losses = record()
-        tape.backward(losses)
+        tape.ask(losses, answer=eachgrad.weighted_sum(torch.ones(len(x))))
 
     # The query itself has nothing to learn, and some take minutes.
     for _ in range(WARM_UP):
@@ -147,15 +147,15 @@ def contenders(
 
 def agree(model: nn.Module, x: Tensor, y: Tensor, direction: Grads, dim: int) -> dict[str, float]:
     """How far the two ways are apart, in units of the answer: of a projection, by the norms that it keeps."""
-    with eachgrad.record(model) as tape:
-        losses = F.cross_entropy(model(x), y, reduction="none")
-    grads, dense = tape.backward(losses), vmap_dense(model, x, y)()
+    dense = vmap_dense(model, x, y)()
     gram = dense_gram(dense)  # type: ignore[arg-type]
     found = {}
     for name, (ours, theirs) in queries(direction, dim).items():
         if name in SLOW:
             continue
-        a, b = ours(grads), theirs(dense)  # type: ignore[arg-type]
+        with eachgrad.record(model) as tape:
+            losses = F.cross_entropy(model(x), y, reduction="none")
+        a, b = tape.ask(losses, answer=ours).answer, theirs(dense)  # type: ignore[arg-type]
         if name.startswith("project"):
             # Random, so only near: E <P g, P h> = <g, h>, and of the order of sqrt(B / dim) off for near-orthogonal g.
             a, b = a @ a.mT, gram  # type: ignore[operator]

@@ -81,10 +81,6 @@ def direct_clipped(found: Factors) -> list[Tensor]:
     return [torch.tensordot(c, t, dims=1) for t in kept]
 
 
-# Temporary, as in contenders.py.
-ASKS = hasattr(eachgrad.Tape, "ask")
-
-
 def calls(B: int, T: int) -> dict[str, Call]:
     """What is timed at one size; eachgrad has a model of its own for each answer."""
     torch.manual_seed(0)
@@ -104,13 +100,11 @@ def calls(B: int, T: int) -> dict[str, Call]:
 
     def norms() -> Any:
         tape, losses = recorded(models[0])
-        return tape.ask(losses, norms=eachgrad.norms()).norms if ASKS else tape.backward(losses).norms()
+        return tape.ask(losses, norms=eachgrad.norms()).norms
 
     def clipped() -> Any:
         tape, losses = recorded(models[1])
-        if ASKS:
-            return tape.ask(losses, grad=eachgrad.clipped_sum(MAX_NORM)).grad
-        return tape.backward(losses).clipped_sum(MAX_NORM)
+        return tape.ask(losses, grad=eachgrad.clipped_sum(MAX_NORM)).grad
 
     return {
         "plain": plain,

@@ -45,7 +45,8 @@ def error(got: Tensor, want: Tensor, floor: float = 0.0) -> float:
     if not finite.any():
         return 0.0
     gap, size = (float(t[finite].abs().max()) for t in (got - want, want))
-    return gap / max(size, floor) if gap else 0.0
+    scale = max(size, floor)
+    return gap / scale if scale else gap  # where all is zero, what is left of it
 
 
 def assert_same(got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float, share: float = SHARE) -> None:

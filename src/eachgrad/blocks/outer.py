@@ -129,7 +129,7 @@ class Outer(Block):
         dtype = accumulation_dtype(torch.promote_types(left.dtype, direction.dtype))
         p, d = self.matrix
         left, right, direction = left.to(dtype), right.to(dtype), direction.to(dtype).conj().reshape(p, d)
-        product = (right @ direction.mT) * left if p < d else (left @ direction) * right
+        product = _times(right, direction.mT) * left if p < d else _times(left, direction) * right
         return product.real
 
     def gram(self, other: Block) -> Tensor:
@@ -174,6 +174,13 @@ def _gram(left: Tensor, right: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
         totals.append(flat.sum(1))
         bounds.append(torch.linalg.vector_norm(flat, 1, dim=1))
     return reduce(torch.add, totals), reduce(torch.add, bounds)
+
+
+def _times(rows: Tensor, matrix: Tensor) -> Tensor:
+    """(B, T, n) @ (n, m) as one product, in the order in which the rows lie in memory."""
+    if rows.stride(0) < rows.stride(1):
+        return (rows.transpose(0, 1) @ matrix).transpose(0, 1)
+    return rows @ matrix
 
 
 def _crossed(a: Tensor, b: Tensor, c: Tensor, e: Tensor) -> Tensor:
