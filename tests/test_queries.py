@@ -169,7 +169,7 @@ def explicit(kind: str, want: Truth, dim: int, seed: int) -> Tensor:
             ))  # fmt: skip
             total = total + torch.einsum("bpd,pm,dn->bmn", g.flatten(2), left, right).flatten(1) / math.sqrt(dim)
             continue
-        if kind == "sjlt":
+        if kind in ("sjlt", "kronecker"):
             matrix = torch.zeros(len(places), dim, dtype=torch.float64)
             for k in range(projection.BUCKETS):
                 for place, word in enumerate(projection.words(key, places * projection.BUCKETS + k).tolist()):
@@ -559,8 +559,8 @@ GOLDEN = {
     "rademacher": [[1.0, 3.0, -4.0, 2.0], [-13.0, -4.0, -1.0, 9.0]],
     "sjlt": [[-2.0, -1.5, 2.5, -2.0], [-16.5, 4.0, 5.0, -3.5]],
     "kronecker": [
-        [-0.052420688586, -1.299744885173, 0.947134534594, -2.609617930256],
-        [-6.536907494394, 21.096542106297, 6.433632484093, -17.108971347542],
+        [-1.706718852733, -1.844919431009, 0.320249960786, -1.734690130334],
+        [-8.841545281392, 20.129046188028, 4.480686989020, -15.722530084664],
     ],
 }
 

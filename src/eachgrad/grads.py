@@ -123,7 +123,7 @@ class PerSampleGrads(Mapping[str, Gradient]):
         "gaussian" costs the n dim normal numbers and 2 B n dim; "rademacher" the same with signs, which are faster to
         make; "sjlt" 4 additions for each of the B n numbers, whatever dim is; "kronecker" splits dim = a b, as near
         a = b as it divides, and costs 2 B T (p a + d b + a b) for a weight (p, d) of a linear layer, whose gradients
-        are never formed; parameters of fewer than two dimensions, and complex ones, are projected as by "gaussian".
+        are never formed; parameters of fewer than two dimensions, and complex ones, are projected as by "sjlt".
         """
         return self._ask(queries.project(dim, seed, kind))
 

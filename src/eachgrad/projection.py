@@ -14,8 +14,9 @@ from eachgrad.gradient import Gradient
 
 # Buckets per coordinate of "sjlt": several keep the error small for gradients of a few large numbers.
 BUCKETS = 4
-# Most random numbers at a time: 8 MiB in float64, and a few such buffers while they are made.
-NUMBERS = 1 << 20
+# Most random numbers at a time: 2 MiB in float64, and a few such buffers while they are made, which stay in a cache.
+# On two cores a normal number took 4.8 ns then; 5.7 ns with four times as many, and 14.7 ns not in place.
+NUMBERS = 1 << 18
 
 MASK = (1 << 64) - 1
 GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -71,7 +72,7 @@ def _by_factors(gradient: Gradient, block: Block, dim: int, key: int) -> Tensor:
     """(P_left kron P_right): one small matrix on either side of the gradient, seen as (p, d)."""
     parameter = gradient.parameter
     if parameter.ndim < 2 or parameter.is_complex():
-        return _by_matrix(gradient, block, dim, key)
+        return _by_buckets(gradient, block, dim, key)
     p = len(parameter)
     a = max(n for n in range(1, math.isqrt(dim) + 1) if dim % n == 0)
     sizes = ((a, p), (dim // a, parameter.numel() // p))
@@ -103,18 +104,21 @@ def key(seed: int, name: str, kind: str) -> int:
 
 def words(key: int, places: Tensor) -> Tensor:
     """64 random bits for each place, as int64."""
-    z = (places + 1) * _signed(GOLDEN) + _signed(key)
-    z = (z ^ _shifted(z, 30)) * _signed(FIRST)
-    z = (z ^ _shifted(z, 27)) * _signed(SECOND)
-    return z ^ _shifted(z, 31)
+    z = (places + 1).mul_(_signed(GOLDEN)).add_(_signed(key))
+    z.bitwise_xor_(_shifted(z, 30)).mul_(_signed(FIRST))
+    z.bitwise_xor_(_shifted(z, 27)).mul_(_signed(SECOND))
+    return z.bitwise_xor_(_shifted(z, 31))
 
 
 def gaussian(key: int, places: Tensor, dim: int) -> Tensor:
     """(n, dim) normal numbers in float64, two from every word (Box-Muller)."""
     random = words(key, _grid(places, -(-dim // 2)))
-    radius = (_shifted(random, 32).double() + 0.5).mul(2.0**-32).log().mul(-2).sqrt()
-    angle = (random & 0xFFFFFFFF).double() * (2 * math.pi * 2.0**-32)
-    return torch.stack([radius * angle.cos(), radius * angle.sin()], 2).flatten(1)[:, :dim]
+    radius = _shifted(random, 32).double().add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
+    angle = random.bitwise_and_(0xFFFFFFFF).double().mul_(2 * math.pi * 2.0**-32)
+    pairs = torch.empty(*angle.shape, 2, dtype=torch.float64, device=angle.device)
+    torch.mul(radius, angle.cos(), out=pairs[..., 0])
+    torch.mul(radius, angle.sin_(), out=pairs[..., 1])
+    return pairs.flatten(1)[:, :dim]
 
 
 def signs(key: int, places: Tensor, dim: int) -> Tensor:
@@ -131,7 +135,7 @@ def _grid(places: Tensor, count: int) -> Tensor:
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
     """A shift to the right that brings in zeros."""
-    return z >> bits & (1 << 64 - bits) - 1
+    return (z >> bits).bitwise_and_((1 << 64 - bits) - 1)
 
 
 def _signed(z: int) -> int:
