@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from eachgrad import footprint, plan
 from eachgrad import uses as use_blocks
 from eachgrad.blocks import Block, Outer
+from eachgrad.gradient import costs_of
 from eachgrad.receipt import call_loss
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def of_grads(grads: PerSampleGrads, query: str) -> Explanation:
     """The explanation of a question about gradients that are there."""
     if query not in QUERIES:
         raise ValueError(f"explain knows {', '.join(QUERIES)}, not {query!r}")
-    costs = {name: gradient.cost() for name, gradient in grads.items()}
+    costs = costs_of(grads)
     held = plan.schedule(costs, grads._budget)
     if query in ("norms", "clipped_sum"):
         costs |= _sharing(grads, {name for name in grads if query == "norms" or held[name] != "gradients"}, costs)
@@ -193,7 +194,7 @@ def explain(
         grads = tape.backward(losses, loss_reduction)
     once = backward.get_total_flops() // max(1, tape.recorder.passes)
     found = of_grads(grads, query)
-    held = plan.schedule({name: g.cost() for name, g in grads.items()}, tape.budget)
+    held = plan.schedule(costs_of(grads), tape.budget)
     twice = query == "clipped_sum" and "again" in held.values()
     peak = footprint.peak(saved, grads, query, held, [t for t in batch if isinstance(t, torch.Tensor)])
     return replace(found, passes=forward.get_total_flops() + once, second=once if twice else 0, peak=peak)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -171,6 +172,22 @@ def root(squares: Tensor) -> Tensor:
         return squares.sqrt()
     zero = squares == 0
     return squares.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
+
+
+def costs_of(gradients: Mapping[str, Gradient]) -> dict[str, plan.Cost]:
+    """The cost of each; of a factor that several hold, such as the input of q, k and v, each is charged its share."""
+    factors = {name: g.block.factors() if g.block is not None else () for name, g in gradients.items()}
+    users = Counter(_place(t) for some in factors.values() for t in some)
+    found = {}
+    for name, gradient in gradients.items():
+        cost = gradient.cost()
+        spared = sum(t.nbytes * (1 - 1 / users[_place(t)]) for t in factors[name])
+        found[name] = replace(cost, factors=cost.factors - round(spared)) if spared else cost
+    return found
+
+
+def _place(t: Tensor) -> tuple:
+    return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device
 
 
 def total(parts: Sequence[Tensor]) -> Tensor:

@@ -67,7 +67,7 @@ def product(B: int, T: int, p: int, d: int, item: int) -> Cost:
     return Cost(
         "Outer", B, T, d, p, B * T * (p + d) * item, dense,
         norms=product_norms(B, T, p, d, item),
-        direct=Route("direct", once, dense, "every gradient is asked for"),
+        direct=Route("direct", once if T > 1 else 0, dense, "every gradient is asked for"),
         total=Route("one product", once, min(p, d) * B * T * item, "scaled factors, all samples at once"),
         weight=once,
     )  # fmt: skip

@@ -16,7 +16,8 @@ from eachgrad import layout as lay
 from eachgrad import lossgraph, recall, scalar, stream
 from eachgrad.capture import Recorder
 from eachgrad.errors import CaptureError
-from eachgrad.grads import Gradient, PerSampleGrads
+from eachgrad.gradient import Gradient, costs_of
+from eachgrad.grads import PerSampleGrads
 from eachgrad.graph import named_trainable, node_of, tensors_in
 from eachgrad.plan import parse_bytes
 from eachgrad.queries import Accumulator, Answer, Over, Query
@@ -158,7 +159,7 @@ class Tape:
         else:
             grads = self._scalar(losses, loss_reduction)
         self._state = "done"
-        costs = {name: gradient.cost() for name, gradient in grads.items()}
+        costs = costs_of(grads)
         if self._plan is not None:
             self._plan.costs = costs
         asked.run(grads._over, grads.batch_size, costs, grads.feed)

@@ -99,6 +99,10 @@ class Block:
         """What the block holds, and what its answers cost."""
         return plan.dense(*self.sizes(), 8)
 
+    def factors(self) -> tuple[Tensor, ...]:
+        """The tensors that it holds and that other parameters' blocks may hold as well."""
+        return ()
+
     def squared_norms(self, shared: Shared | None = None) -> Tensor:
         """(B,), with all the digits of the dtype; `shared` is what other parameters' norms have found before."""
         return squared_norms(self.dense())

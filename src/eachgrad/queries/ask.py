@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from eachgrad import plan
-from eachgrad.gradient import Gradient
+from eachgrad.gradient import Gradient, costs_of
 from eachgrad.queries.base import Over, Query, Running
 
 
@@ -92,7 +92,7 @@ def _add(gradient: Gradient, every: Iterable[Running]) -> None:
 def ask_one(query: Query, over: Over, gradients: Mapping[str, Gradient], batch_size: int) -> Any:
     """The answer to one question about gradients that are all there."""
     running = query.start(over)
-    running.begin(batch_size, {name: g.cost() for name, g in gradients.items()} if query.holds else {})
+    running.begin(batch_size, costs_of(gradients) if query.holds else {})
     for gradient in gradients.values():
         running.add(gradient)
     for name in running.again():
