@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from eachgrad import stream
+
 
 @pytest.fixture
 def double():
@@ -11,3 +13,17 @@ def double():
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def visits(monkeypatch) -> list[bool]:
+    """Whether each backward so far that was streamed freed what it passed."""
+    found: list[bool] = []
+    original = stream.visit
+
+    def visit(*args, **kwargs):
+        found.append(kwargs["last"])
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(stream, "visit", visit)
+    return found

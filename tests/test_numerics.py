@@ -13,27 +13,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import eachgrad
-from eachgrad import CaptureError, PerSampleGrads, stream
+from eachgrad import CaptureError, PerSampleGrads
 from eachgrad.blocks import Block, Dense, Outer, Patches, Rows, Sum
 from oracle import assert_same, loop
 from test_cases import norms as norms_of
 from test_cases import weighted
 
 B = 5
-
-
-@pytest.fixture
-def visits(monkeypatch) -> list[bool]:
-    """Whether each streamed backward so far freed what it passed."""
-    found: list[bool] = []
-    original = stream.visit
-
-    def visit(*args, **kwargs):
-        found.append(kwargs["last"])
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(stream, "visit", visit)
-    return found
 
 
 # Cancellation: output gradients that sum to zero over T, inputs that share a strong direction

@@ -124,3 +124,16 @@ def test_a_model_in_training_and_in_eval_has_two_plans(measured):
         answer(model.train(training), x)
     assert len(measured) == 4  # first and second call of each
     assert len(recall._plans[model]) == 2
+
+
+def test_a_plan_that_is_due_is_not_used_before_it_has_been_measured_again():
+    """A measurement that ended in a refusal must not leave the old layouts behind."""
+    model = Net(lambda m, x: m.b(m.a(x).tanh()))
+    for _ in range(3):
+        answer(model, torch.randn(B, T, D))
+    ((key, plan),) = recall._plans[model].items()
+    assert plan.calls == 3
+    assert recall.find(model, key) is None  # the fourth: due
+    assert recall.find(model, key) is None  # the fifth: nothing has been measured since
+    answer(model, torch.randn(B, T, D))
+    assert recall.find(model, key) is not None

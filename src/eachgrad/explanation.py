@@ -100,10 +100,14 @@ class Explanation:
         return found
 
 
-def of_grads(grads: PerSampleGrads, query: str) -> Explanation:
-    """The explanation of a question about gradients that are there."""
+def _check(query: str) -> None:
     if query not in QUERIES:
         raise ValueError(f"explain knows {', '.join(QUERIES)}, not {query!r}")
+
+
+def of_grads(grads: PerSampleGrads, query: str) -> Explanation:
+    """The explanation of a question about gradients that are there."""
+    _check(query)
     costs = costs_of(grads)
     held = plan.schedule(costs, grads._budget)
     if query in ("norms", "clipped_sum"):
@@ -187,6 +191,7 @@ def explain(
     """
     from eachgrad.tape import record
 
+    _check(query)  # before any work
     forward, backward = FlopCounterMode(display=False), FlopCounterMode(display=False)
     with record(model, batch_dim=batch_dim, memory=memory) as tape, footprint.Saved(tape.recorder) as saved, forward:
         losses = call_loss(model, loss_fn, batch)

@@ -57,9 +57,10 @@ def peak(saved: Saved, grads: PerSampleGrads, query: str, held: Mapping[str, str
     before = {saved.note(t) for t in (*record.model.parameters(), *record.model.buffers(), *given)}
     uses = saved.recorder.uses
     inputs = [{saved.note(t) for t in tensors_in((use.args, use.kwargs))} - before for use in uses]
-    last = {(use.tap.node, use.tap.edge.output_nr): n for n, use in enumerate(uses)}  # two uses may share an output
+    # Two uses may share an output: it counts once, where the backward meets it first.
+    last = set({(use.tap.node, use.tap.edge.output_nr): n for n, use in enumerate(uses)}.values())
     sizes = [use.tap.shape.numel() * use.tap.dtype.itemsize for use in uses]
-    outputs = [size if n in last.values() else 0 for n, size in enumerate(sizes)]
+    outputs = [size if n in last else 0 for n, size in enumerate(sizes)]
     names = [_names(saved.recorder, use, grads) for use in uses]
     costs = {name: gradient.cost() for name, gradient in grads.items()}
     held = held if query == "clipped_sum" else dict.fromkeys(grads, "nothing")

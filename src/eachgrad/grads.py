@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from eachgrad import queries
-from eachgrad.gradient import Gradient
+from eachgrad.gradient import Gradient, costs_of
 from eachgrad.moments import NoiseScale
-from eachgrad.queries.ask import ask_one
 
 if TYPE_CHECKING:
     from eachgrad.explanation import Explanation
@@ -149,4 +148,6 @@ class PerSampleGrads(Mapping[str, Gradient]):
         return queries.Over(parameters, self._record.aliases, self._budget)
 
     def _ask(self, query: queries.Query) -> Any:
-        return ask_one(query, self._over, self._gradients, self.batch_size)
+        asked = queries.Accumulator(found=query)
+        asked.run(self._over, self.batch_size, costs_of(self) if query.holds else {}, self.feed)
+        return asked.answer().found

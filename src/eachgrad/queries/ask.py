@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
-from typing import Any
 
 from eachgrad import plan
-from eachgrad.gradient import Gradient, costs_of
+from eachgrad.gradient import Gradient
 from eachgrad.queries.base import Over, Query, Running
 
 
@@ -87,15 +86,3 @@ def _add(gradient: Gradient, every: Iterable[Running]) -> None:
     for running in every:
         if gradient.name in running.over.parameters:
             running.add(gradient)
-
-
-def ask_one(query: Query, over: Over, gradients: Mapping[str, Gradient], batch_size: int) -> Any:
-    """The answer to one question about gradients that are all there."""
-    running = query.start(over)
-    running.begin(batch_size, costs_of(gradients) if query.holds else {})
-    for gradient in gradients.values():
-        running.add(gradient)
-    for name in running.again():
-        running.add(gradients[name])
-    running.end()
-    return running.answer()
