@@ -142,7 +142,7 @@ def test_float32(case: Case):
 # Where one number is refused although a loss per sample is answered: nothing tells the samples apart.
 NEEDS_LOSSES = {
     "submodules called, never the model", "micro-batches in one recording", "several views of each sample",
-    "one loss at a time, with a penalty", "an ensemble by vmap",
+    "one loss at a time, with a penalty",
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
 
 import eachgrad
 from cases import Net, score
@@ -890,22 +891,22 @@ def test_the_receipt_of_a_wrong_rule():
 
 
 def without_rule(m, x):
-    return torch.trapezoid(x, m.grid)  # the line that the message names
+    return scale_rows(x, m.grid)  # the line that the message names
 
 
 @pytest.mark.usefixtures("rules_of_one_test")
 def test_an_op_without_a_rule_is_named_with_its_way_out():
     model = nn.Sequential(Net(without_rule, grid=torch.randn(d)))
-    losses = lambda m, x: m(x).pow(2)  # noqa: E731
     with pytest.raises(UnsupportedOp) as caught:
-        per_sample(model, torch.randn(B, d), losses=losses)
+        per_sample(model, torch.randn(B, d))
     message, line = str(caught.value), without_rule.__code__.co_firstlineno + 1
-    assert f"parameter '0.grid' ({d},) is used by torch.trapezoid at {__file__}:{line}" in message
+    op = "torch.ops.eachgrad_tests.scale_rows.default"
+    assert f"parameter '0.grid' ({d},) is used by {op} at {__file__}:{line}, in module '0' (Net)" in message
     assert "@eachgrad.rule" in message
-    way_out = re.search(r"eachgrad\.rule\(.*\)(?=\.$)", message).group()
-    assert way_out == "eachgrad.rule(torch.trapezoid)(eachgrad.via_vmap(torch.trapezoid))"
+    way_out = re.search(r"eachgrad\.rule\(.*\)(?=, or)", message).group()
+    assert way_out == f"eachgrad.rule({op})(eachgrad.via_vmap({op}))"
     eval(way_out)
-    assert_right(model, torch.randn(B, d), losses=losses)
+    assert_right(model, torch.randn(B, d))
 
 
 @pytest.mark.parametrize(
@@ -923,24 +924,6 @@ def test_a_parameter_that_is_only_read(read):
     model = Net(lambda m, x: m.fc(read(x, m.w)), fc=nn.Linear(d, 2), w=torch.randn(d))
     grads = assert_right(model, torch.randn(B, T, d))
     assert not grads["w"].norms().any()
-
-
-def test_an_op_that_cannot_be_seen_is_refused():
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return x * w
-
-        @staticmethod
-        def backward(ctx, g):
-            x, w = ctx.saved_tensors
-            return g * w, (g * x).sum(0)
-
-    model = Net(lambda m, x: m.fc(Product.apply(x, m.w)), fc=nn.Linear(d, 2), w=torch.randn(d))
-    for n in (1, B):
-        with pytest.raises(CaptureError, match="'w' is used by ProductBackward"):
-            per_sample(model, torch.randn(n, d))
 
 
 def test_an_input_changed_in_place_after_its_use():
@@ -1278,3 +1261,52 @@ def test_float16_between_the_taps_gets_smaller_marks(samples):
     want = loop(model, losses, [(x[i : i + 1],) for i in range(samples)])
     # The gradient is rounded to float16 on its way, in the same place for both.
     assert_same(tape.backward(values).dense(), want, 1e-3)
+
+
+# Reentrant checkpoints inside each other
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return x + checkpoint(self.inner, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_reentrant_checkpoints_inside_each_other(depth):
+    inner = nn.Sequential(nn.Linear(d, d), nn.Tanh())
+    for _ in range(depth):
+        inner = nn.Sequential(Checkpointed(inner), nn.Linear(d, d), nn.Tanh())
+    model = nn.Sequential(nn.Linear(d, d), inner)
+    for _ in range(3):
+        assert_right(model, torch.randn(B, T, d))
+
+
+def test_a_mean_over_targets_of_which_each_sample_ignores_as_many():
+    model, x = nn.Linear(d, 7), torch.randn(B, T, d)
+    y = torch.randint(7, (B, T))
+    y[:, -1] = -100
+    loss = lambda m, x, y: F.cross_entropy(m(x).flatten(0, 1), y.flatten())  # noqa: E731
+    want = loop(model, lambda m, x, y: loss(m, x, y)[None], [(x[i : i + 1], y[i : i + 1]) for i in range(B)])
+    with record(model) as tape:
+        mean = loss(model, x, y)
+    assert_same(tape.backward(mean, "mean").dense(), want, 1e-10)
+    y[0, 0] = -100
+    with record(model) as tape:
+        mean = loss(model, x, y)
+    with pytest.raises(CaptureError, match="leaves out ignored targets"):
+        tape.backward(mean, "mean")
+
+
+def test_a_mean_over_targets_of_a_time_first_model():
+    """Where samples lie inside one another nothing is known of how many each one ignores."""
+    model, x = nn.Linear(d, 7), torch.randn(T, B, d)
+    y = torch.randint(7, (T, B))
+    y[0, 0] = -100
+    with record(model, batch_dim=1) as tape:
+        mean = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    with pytest.raises(CaptureError, match="leaves out ignored targets"):
+        tape.backward(mean, "mean")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cases import CASES, B, Case, batch, d, ids, net, reals, weight
-from eachgrad import CaptureError, solve, tape, uses
+from eachgrad import CaptureError, cover, solve, tape, uses
 from eachgrad import layout as lay
 from eachgrad.blocks import Block, Dense, Fold, Geometry, Outer, Patches, Rows, Sum
 from eachgrad.grads import Gradient, PerSampleGrads
@@ -387,10 +387,10 @@ def missed_without_a_use(case: Case, patch: pytest.MonkeyPatch, seen: Callable[[
     """
     missed, k, count = [], 0, 1
 
-    def shortened(recorder: Any, *args: Any) -> list[solve.Solved]:
+    def shortened(recorder: Any, *args: Any) -> list[cover.Solved]:
         nonlocal count
         found = solve.solved(recorder, *args)
-        certain = [item for item, wanted in solve._accept(recorder, found) if wanted and item.use.strong]
+        certain = [item for item, wanted in cover._accept(recorder, found) if wanted and item.use.strong]
         count = len(certain)
         return [item for item in found if not certain or item is not certain[k]]
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import eachgrad
-from eachgrad import recall, solve
+from eachgrad import passes, recall
 from oracle import assert_same, loop
 
 B, T, D = 4, 4, 4  # every size is B
@@ -42,7 +42,7 @@ def truth(model, *batch):
 def measured(monkeypatch):
     """How many marked passes have been run so far."""
     runs = []
-    original = solve.marked
+    original = passes.marked
     monkeypatch.setattr("eachgrad.tape.marked", lambda *args: runs.append(1) or original(*args))
     return runs
 
@@ -137,3 +137,47 @@ def test_a_plan_that_is_due_is_not_used_before_it_has_been_measured_again():
     assert recall.find(model, key) is None  # the fifth: nothing has been measured since
     answer(model, torch.randn(B, T, D))
     assert recall.find(model, key) is not None
+
+
+ORDERS = [[0, 1, 2, 3], [0, 1, 2, 3], [1, 0, 2, 3], [3, 2, 1, 0], [1, 0, 2, 3], [0, 1, 2, 3], [2, 3, 0, 1]]
+TAKEN_APART = {
+    "unbind": lambda h: h.unbind(0),
+    "iterate": list,
+    "split": lambda h: [t[0] for t in h.split(1)],
+    "chunk": lambda h: [t[0] for t in h.chunk(len(h))],
+    "index": lambda h: [h[i] for i in range(len(h))],
+    "select": lambda h: [h.select(0, i) for i in range(len(h))],
+    "narrow": lambda h: [h.narrow(0, i, 1)[0] for i in range(len(h))],
+}
+
+
+@pytest.mark.parametrize("apart", TAKEN_APART.values(), ids=TAKEN_APART)
+def test_rows_that_python_puts_in_another_order(apart):
+    """Sorted by length, say: the ops are the same, their arguments are not."""
+
+    def forward(m, x, order=None):
+        order = order or list(range(len(x)))
+        rows = apart(m.a(x).tanh())
+        back = apart(m.b(torch.stack([rows[i] for i in order])))
+        return torch.stack([back[order.index(i)] for i in range(len(x))])
+
+    model = Net(forward)
+    for order in ORDERS:
+        x = torch.randn(B, T, D)
+        assert_same(answer(model, x, order), truth(model, x), 1e-10)
+
+
+def test_losses_that_python_puts_in_another_order():
+    """The same ops on the same shapes, and sample i has no longer loss i."""
+    model = Net(lambda m, x: m.b(m.a(x).tanh()))
+    for order in ORDERS:
+        x = torch.randn(B, T, D)
+        with eachgrad.record(model) as tape:
+            out = model(x)
+        losses = out.pow(2).flatten(1).sum(1).unbind(0)
+        losses = torch.stack([losses[i] for i in order])
+        if order == sorted(order):
+            assert_same(tape.backward(losses).dense(), truth(model, x), 1e-10)
+        else:
+            with pytest.raises(eachgrad.CaptureError, match="depends on the input of another one"):
+                tape.backward(losses)

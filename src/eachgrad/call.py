@@ -19,13 +19,15 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from eachgrad import checks, lossgraph, scalar
 from eachgrad import layout as lay
-from eachgrad import lossgraph, scalar
 from eachgrad.blocks import Block
+from eachgrad.cover import Solved, accept
 from eachgrad.errors import CaptureError
 from eachgrad.graph import graph_nodes, named_trainable
-from eachgrad.solve import Passes, Solved, accept, blocks_of, grads_untouched, marked
-from eachgrad.tape import Tape, place_state
+from eachgrad.passes import Passes, grads_untouched, marked
+from eachgrad.solve import blocks_of
+from eachgrad.tape import Tape
 
 # parameter -> the backward that gave it its grad_sample, and the call that backward was for
 _delivered: Any = WeakTensorKeyDictionary()
@@ -63,7 +65,9 @@ def call_for_per_sample_grads(
 def _check_fresh(module: nn.Module) -> None:
     for name, p in named_trainable(module).items():
         if getattr(p, "_post_accumulate_grad_hooks", None):
-            raise CaptureError(f"parameter {name!r} has a hook that runs when its gradient arrives: remove it first")
+            raise CaptureError(
+                f"parameter {name!r} has a hook that runs when its gradient arrives: remove it, and apply it to grad_sample"
+            )
         if getattr(p, "grad_sample", None) is not None:
             raise RuntimeError(
                 f"parameter {name!r} has a grad_sample already: adding to it would be incorrect for multiple calls. "
@@ -89,7 +93,7 @@ def _batch_size(arguments: Any, batch_dim: int) -> int:
                 f"{sizes[0]} and one with batch size {size}. Pass batch_size."
             )
     if sizes[0] == 0:
-        raise RuntimeError("Batch size must be positive, but the inputs are an empty batch")
+        raise RuntimeError("Batch size must be positive, but the inputs are an empty batch: skip such batches")
     return sizes[0]
 
 
@@ -110,7 +114,7 @@ def _call(module: nn.Module, args: tuple, kwargs: dict, B: int, batch_dim: int, 
     _check_outputs(outputs, output, B, batch_dim)
     if not outputs:
         return output
-    tape.check_places(outputs)
+    checks.check_places(tape.recorder, outputs)
     call = _Call(tape, outputs, list(inner.values()), B, batch_dim, reduction)
     # The sentinel is asked for by a full backward alone, an alias of a parameter only by name.
     sentinel = torch.zeros((), requires_grad=True)
@@ -131,7 +135,7 @@ def _check_outputs(outputs: list[scalar.Output], output: Any, B: int, batch_dim:
         shapes = ", ".join(str(tuple(o.tensor.shape)) for o in outputs)
         raise RuntimeError(
             f"Expected ExpandedWeights to have batch size matching input: the outputs {shapes} hold no {B} samples "
-            f"along dimension {batch_dim}"
+            f"along dimension {batch_dim}. Return one row per sample, or pass batch_size and batch_first as they are."
         )
 
 
@@ -153,11 +157,12 @@ class _Gate(torch.autograd.Function):
         if not full and any(torch._C._will_engine_execute_node(node) for node in aliases if node is not None):
             raise RuntimeError(
                 "per-sample gradients are delivered by backward(), as grad_sample; asking torch.autograd.grad for the "
-                "parameters of a module called by call_for_per_sample_grads is not supported"
+                "parameters of a module called by call_for_per_sample_grads is not supported. Call backward() on the loss."
             )
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "per-sample gradients cannot be differentiated again: call backward without create_graph"
+                "per-sample gradients by call_for_per_sample_grads cannot be differentiated again: call backward without "
+                "create_graph, or use eachgrad.record(module, create_graph=True)"
             )
         if call.freed:
             raise RuntimeError("a second backward through the same call: pass retain_graph=True to the first one")
@@ -179,7 +184,7 @@ def _is_full_backward(leaf: Any) -> bool:
 
 def _check_loss(gate: Any, call: _Call, v: tuple[Tensor, ...]) -> None:
     """Read the caller's loss as far as its graph can still be read."""
-    starts = {(gate, n): place_state(o.places) for n, o in enumerate(call.outputs)}
+    starts = {(gate, n): checks.place_state(o.places) for n, o in enumerate(call.outputs)}
     zero_rows = any(bool((x.flatten(1) == 0).all(1).any()) for x in v if x.ndim > 1)
     for root in _roots_of_this_backward():
         if gate in set(graph_nodes([root.grad_fn])):
@@ -227,7 +232,7 @@ class _Call:
             held = scalar.settle(passes, self.outputs, v, plain, self.tape.inputs, self.B, self.batch_dim)
         recorder = self.tape.recorder
         self._add(blocks_of(recorder, accept(recorder, held, tensors), self.B))
-        self.tape.check_statistics(tensors)
+        checks.check_statistics(self.tape.recorder, self.batch_dim, tensors, self.B)
         self._deliver()
         return grads
 
@@ -259,7 +264,7 @@ class _Call:
             use = recorder.uses[n]
             item = Solved(use, g, evidence.place(n, g, use.strong))
             evidence.forget(n)
-            if not use.strong or use.aliases:
+            if not use.strong or use.aliases or use.ways is not None:
                 held.append(item)
             elif not scalar.plausible([item], self.tape.inputs, self.batch_dim, self.B):
                 fits = False

@@ -26,9 +26,19 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 
-from eachgrad.errors import CaptureError, UnsupportedOp
-from eachgrad.functions import DERIVATIVES, EXPANDING, PASSIVE, call_site, can_be_opened, op_name, opened
-from eachgrad.graph import depends, own_history, replace, same, tensors_in
+from eachgrad import foreign, refusals
+from eachgrad.functions import (
+    DERIVATIVES,
+    EXPANDING,
+    PASSIVE,
+    Place,
+    call_site,
+    can_be_opened,
+    op_name,
+    opened,
+    plainer,
+)
+from eachgrad.graph import Carried, Node, depends, own_history, replace, same, tensors_in
 from eachgrad.rules import BROADCAST, COMPOSITES, RULES
 from eachgrad.rules.broadcast import IN_PLACE
 from eachgrad.rules.recurrent import bare, meet, twice, use_at
@@ -48,9 +58,15 @@ class Recorder(TorchFunctionMode):
         batch_size: int | None = None,
         attach: bool = False,
         create_graph: bool = False,
+        root: nn.Module | None = None,
+        fallback: str = "refuse",
     ):
         super().__init__()
+        self.root: Callable[[], nn.Module | None] = (lambda: None) if root is None else ref(root)
+        self.fallback = fallback
         self.tensors = Tensors(parameters, constants)
+        self.tensors.on_function = partial(_function_met, ref(self))
+        self.tensors.place = partial(call_site, self.root)
         self.leaves = list(parameters.values())
         self.batch_size = batch_size
         self.attach = attach or create_graph  # keep strong uses attached too, so that a plain gradient can be taken
@@ -62,7 +78,7 @@ class Recorder(TorchFunctionMode):
         self.on_recompute: Callable[[Use], None] | None = None  # a reentrant one: hand each use over
         self.without_rule: dict[str, str] = {}  # parameter -> op it met that has no rule
         self._loose: dict[int, Tensor] = {}
-        self.signature = Signature()
+        self.signature = Signature(self.tensors.is_strong)
         self.differentiated = False  # a derivative through the recorded forward was taken, to be differentiated again
         self._ops: list[str] = []
 
@@ -72,6 +88,10 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.OpOverloadPacket):
             func = as_called(func)
+        if self.replaying and func is torch.autograd.backward:  # a reentrant checkpoint's own, maybe around another
+            with self:
+                return opened(func)(*args, **kwargs)
+        func, args = plainer(func, args)
         found = tensors_in((args, kwargs))
         if func is torch.Tensor.register_hook:  # it may change gradients: a forward with it is another one
             self.signature.note(func, getattr(args[-1], "__code__", type(args[-1])))
@@ -80,21 +100,25 @@ class Recorder(TorchFunctionMode):
         if not torch.is_grad_enabled():
             strong = any(self.tensors.is_strong(t) for t in found)
             if strong:
-                self.signature.add(func, args, kwargs, found)
+                self.signature.add(func, args, kwargs, found, tuple(map(self.tensors.number, found)))
             return self._passed(func, args, kwargs, strong)
+        if foreign.is_inside_transform():
+            self.signature.value = None
+            return foreign.record_inside(self, func, args, kwargs, found)
         carriers: list[tuple[Tensor, str]] = []
         strong = False
         for t in found:
             if self.tensors.is_strong(t):
                 strong = True
+                self.tensors.meet(t)
             elif (kind := self.tensors.carrier(t)) is not None:
                 carriers.append((t, kind))
             elif self.tensors.is_strong(t) or (self.on_recompute is not None and t.requires_grad):
                 strong = True
         if strong or carriers:
-            self.signature.add(func, args, kwargs, found)
+            self.signature.add(func, args, kwargs, found, tuple(map(self.tensors.number, found)))
         if func in DERIVATIVES:
-            self._refuse_derivative(func, args, kwargs)
+            refusals.check_derivative(self, func, args, kwargs)
         if func is twice:
             return self.create_graph
         if func is use_at:
@@ -103,19 +127,30 @@ class Recorder(TorchFunctionMode):
             return self._bare(args[0]) if carriers else args[0]
         if func is meet:
             return self._expanded(args[0], args[0].shape, True) if carriers else args[0]
-        self._refuse_mixing(func, args, kwargs)
-        if not carriers:
+        refusals.check_batch_norm(self, func, args, kwargs)
+        if not carriers and strong:
             return self._passed(func, args, kwargs, strong)
+        with self.tensors.watched():
+            return self._carried(func, args, kwargs, found, carriers, strong)
+
+    def _carried(
+        self, func: Callable, args: tuple, kwargs: dict, found: list[Tensor], carriers: list[tuple[Tensor, str]],
+        strong: bool,
+    ) -> Any:  # fmt: skip
+        """An op with parameters, or with what is derived from some, among its arguments."""
         pure = {id(t) for t, kind in carriers if kind == "pure"}
         impure = any(kind == "impure" for _, kind in carriers)
         weak = not strong and (impure or any(id(t) not in pure and self.tensors.may_have_samples(t) for t in found))
         if func in EXPANDING:
             weak = weak or not strong
-        if not strong:
+        if not strong and func not in EXPANDING:  # where samples may begin, whatever a tensor was derived by
             carriers = [(t, kind) for t, kind in carriers if kind == "pure"]
         if not carriers or not (strong or weak):
             return self._passed(func, args, kwargs, strong)
-        out = self._met(func, args, kwargs, [t for t, _ in carriers], strong)
+        sources = [t for t, _ in carriers]
+        out = self._met(func, args, kwargs, sources, strong)
+        if out is NotImplemented and self.fallback != "refuse":
+            out = foreign.record_span(self, func, args, kwargs, sources, strong)
         if out is not NotImplemented:
             if strong:
                 self.tensors.mark_strong(out)
@@ -124,9 +159,9 @@ class Recorder(TorchFunctionMode):
         out = self._passed(func, args, kwargs, strong)
         refused = [t for t, kind in carriers if kind == "pure"]
         if strong and refused and depends(out, refused):
-            self._refuse(func, refused[0])
-        for t, _ in carriers:
-            self.without_rule.update(dict.fromkeys(self.tensors.names_of(t), f"{op_name(func)} at {call_site()}"))
+            refusals.refuse_op(self, func, refused[0])
+        for t in sources:
+            self.without_rule.update(dict.fromkeys(self.tensors.names_of(t), f"{op_name(func)} at {self.place()}"))
         return out
 
     def _passed(self, func: Callable, args: tuple, kwargs: dict, strong: bool) -> Any:
@@ -193,11 +228,7 @@ class Recorder(TorchFunctionMode):
         return self._record(torch.Tensor.expand, (t, tuple(shape)), {}, [t], strong)
 
     def _record(self, func: Callable, args: tuple, kwargs: dict, sources: list[Tensor], strong: bool) -> Tensor:
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
-            raise UnsupportedOp(
-                f"parameter {self.tensors.names_of(sources[0])[0]!r} is used inside vmap, grad or jvp at {call_site()}: call "
-                "the module on the whole batch instead"
-            )
+        refusals.check_nested(self, func, args, kwargs, sources)
         self.rerun = self.rerun or self.replaying
         originals = {id(t): t for t in sources}
         seen, aliases, stable = {}, [], {}
@@ -217,7 +248,7 @@ class Recorder(TorchFunctionMode):
         args, kwargs = replace((args, kwargs), stable)
         use = self._use(func, args, kwargs, list(stable.values()), out, strong, aliases)
         use.source_versions += tuple(version_of(t) for t in originals.values())
-        self._add(use)
+        self.add(use)
         return own_history(out)
 
     def _use(
@@ -227,6 +258,8 @@ class Recorder(TorchFunctionMode):
         # A weak reference: autograd would keep a strong one, and everything recorded, alive.
         tap.register_hook(partial(_seen_in_a_derivative, ref(self)))
         own = {id(t) for t in sources}
+        if func is F.instance_norm and RULES[func].bind(args, kwargs)["use_input_stats"]:
+            own |= {id(t) for t in args[1:3]}  # running statistics, which are updated and not read
         others = [t for t in tensors_in((args, kwargs)) if id(t) not in own]
         return Use(
             op=func,
@@ -236,13 +269,14 @@ class Recorder(TorchFunctionMode):
             sources=tuple(sources),
             tap=Tap.at(tap),
             strong=strong,
-            where=call_site(),
+            where=self.place(),
             ops_since=self.ops_so_far,
             aliases=tuple(aliases),
             samples=frozenset(id(t) for t in others if self.tensors.is_strong(t) or not strong),
             versions=tuple(version_of(t) for t in others if not isinstance(t, nn.Parameter)),
             source_versions=tuple(version_of(t) for t in tensors_in((args, kwargs)) if isinstance(t, nn.Parameter)),
             autocast=autocast_of(tap.device.type),
+            parameters=self.naming(sources),
         )
 
     def _bare(self, weight: Tensor) -> Tensor:
@@ -258,7 +292,7 @@ class Recorder(TorchFunctionMode):
         sources = {id(t): t for t in args[1:3] if t is not None and self.tensors.carrier(t) is not None}
         if sources:
             aliases = [self._loose.pop(key) for key in sources if key in self._loose]
-            self._add(self._use(op, args, {}, list(sources.values()), z, True, aliases))
+            self.add(self._use(op, args, {}, list(sources.values()), z, True, aliases))
 
     @contextmanager
     def away(self) -> Iterator[None]:
@@ -281,48 +315,36 @@ class Recorder(TorchFunctionMode):
         """Kernels that have second derivatives, if these are asked for: of attention's only one has."""
         return sdpa_kernel(SDPBackend.MATH) if self.create_graph else nullcontext()
 
-    def _add(self, use: Use) -> None:
+    def add(self, use: Use) -> None:
         if use.strong:
             self.tensors.tap_nodes.add(use.tap.node)
         for alias in use.aliases:
-            self.tensors.alias_nodes[alias.grad_fn] = use
+            self.tensors.alias_nodes.setdefault(alias.grad_fn, []).append(use)
+        if use.ways is not None and not use.strong:
+            self.tensors.alias_nodes.setdefault(use.tap.node, []).append(use)
         if self.on_recompute is not None:
             self.on_recompute(use)
         elif not self.replaying:
             self.uses.append(use)
             self._ops.clear()
 
+    def place(self) -> Place:
+        """Where the user's code is now."""
+        return call_site(self.root)
+
+    def naming(self, sources: Sequence[Tensor | Carried]) -> Callable[[], list[str]]:
+        """The names of the parameters behind these, once somebody asks."""
+        return lambda: [name for source in sources for name in self.tensors.names_of(source)]
+
     @property
     def ops_so_far(self) -> tuple[str, ...]:
         return tuple(self._ops[-40:])
 
-    # Refusals
 
-    def _refuse(self, func: Callable, t: Tensor) -> None:
-        names, op = self.tensors.names_of(t), op_name(func)
-        raise UnsupportedOp(
-            f"parameter {names[0]!r} {tuple(t.shape)} is used by {op} at {call_site()}, which has no rule. Write one "
-            f"with @eachgrad.rule (docs/add_a_rule.md), or allow the dense route for it with "
-            f"eachgrad.rule({op})(eachgrad.via_vmap({op}))."
-        )
-
-    def _refuse_derivative(self, func: Callable, args: tuple, kwargs: dict) -> None:
-        if kwargs.get("create_graph") or any(args[4:5]) or func is not torch.autograd.grad:
-            raise CaptureError(
-                f"{op_name(func)} at {call_site()} takes a derivative inside the record block, of which the loss may "
-                "depend: parameters are used in its backward, where they cannot be followed. Leave derivatives out of the "
-                "loss."
-            )
-
-    def _refuse_mixing(self, func: Callable, args: tuple, kwargs: dict) -> None:
-        if func not in (F.batch_norm, torch.batch_norm) or self.batch_size == 1:
-            return
-        training = args[5] if func is torch.batch_norm else RULES[func].bind(args, kwargs)["training"]
-        if training:
-            raise UnsupportedOp(
-                f"batch_norm at {call_site()} is in training mode: it mixes the samples of a batch, so that no "
-                "sample has a gradient of its own. Call eval() on it, or use GroupNorm, LayerNorm or InstanceNorm."
-            )
+def _function_met(recorder: ref[Recorder], node: Node) -> None:
+    found = recorder()
+    if found is not None:
+        foreign.record_function(found, node)
 
 
 def _seen_in_a_derivative(recorder: ref[Recorder], g: Tensor) -> None:

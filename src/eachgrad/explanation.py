@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from eachgrad import footprint, plan
 from eachgrad import uses as use_blocks
-from eachgrad.blocks import Block, Outer
+from eachgrad.blocks import Dense, Outer
 from eachgrad.gradient import costs_of
 from eachgrad.receipt import call_loss
 
 if TYPE_CHECKING:
     from eachgrad.grads import PerSampleGrads
+    from eachgrad.use import Use
 
 QUERIES = ("norms", "weighted_sum", "clipped_sum", "dense")
 
@@ -49,6 +50,7 @@ class Explanation:
     weights: int  # FLOPs of the weights' gradients in a plain backward, which the answer replaces
     passes: int | None = None  # FLOPs of the recorded forward and backward, counted
     second: int = 0  # FLOPs of a second backward, where the memory allowed asks for one
+    formed: int = 0  # FLOPs of gradients that no rule knows, by vmap or a loop; part of the rows
     peak: int | None = None  # bytes at the highest point of forward, backward and answer, above the model, predicted
 
     @property
@@ -123,17 +125,19 @@ def of_grads(grads: PerSampleGrads, query: str) -> Explanation:
             rows.append(unused)
             continue
         route = plan.answer(cost, query, held[name])
-        whole = sum(part.factors for _, part in some)
-        for use, part in some:
-            share = part.factors / whole if whole else 1 / len(some)
+        whole = sum(part.cost.factors for part in some)
+        for part in some:
+            cost, share = part.cost, part.cost.factors / whole if whole else 1 / len(some)
             reason = route.reason if len(some) == 1 else f"{len(some)} uses together; {route.reason}"
+            reason = reason if not part.how else f"one derivative of the op for each sample, {part.how}: it has no rule"
             rows.append(
                 Row(
-                    name, use.name, use.where, part.B, part.T, part.d, part.p, part.kind, route.name,
-                    round(route.flops * share), round(route.bytes * share), reason,
+                    name, part.use.name, str(part.use.where), cost.B, cost.T, cost.d, cost.p, part.kind, route.name,
+                    round(route.flops * share) + part.flops, round(route.bytes * share), reason,
                 )
             )  # fmt: skip
-    return Explanation(query, tuple(rows), sum(cost.weight for cost in costs.values()))
+    formed = sum(part.flops for some in parts.values() for part in some)
+    return Explanation(query, tuple(rows), sum(cost.weight for cost in costs.values()), formed=formed)
 
 
 def _sharing(grads: PerSampleGrads, names: set[str], costs: dict[str, plan.Cost]) -> dict[str, plan.Cost]:
@@ -155,23 +159,39 @@ def _sharing(grads: PerSampleGrads, names: set[str], costs: dict[str, plan.Cost]
     return found
 
 
-def _by_use(grads: PerSampleGrads) -> dict[str, list[tuple[Any, plan.Cost]]]:
-    """{parameter: its uses, each with the cost of its block}."""
+@dataclass(frozen=True)
+class _Part:
+    """One use of one parameter, with the cost of its block."""
+
+    use: Use
+    cost: plan.Cost
+    derived: bool
+    how: str  # "by vmap", "by a loop", or by a rule: ""
+    flops: int  # of forming it, where no rule does
+
+    @property
+    def kind(self) -> str:
+        return ", ".join(filter(None, (self.cost.kind, self.how, "derived" if self.derived else "")))
+
+
+def _by_use(grads: PerSampleGrads) -> dict[str, list[_Part]]:
     tensors = grads._record.recorder.tensors
-    found: dict[str, list[tuple[Any, plan.Cost]]] = {}
+    found: dict[str, list[_Part]] = {}
     for item, wanted in grads._record.accepted:
         if not wanted or item.layout is None:
             continue
-        blocks: Iterable[Block] = use_blocks.blocks(item.use, item.g, item.layout, grads.batch_size)
+        with FlopCounterMode(display=False) as counter:
+            blocks = use_blocks.blocks(item.use, item.g, item.layout, grads.batch_size)
+        flops = counter.get_total_flops()
         for source, block in zip(item.use.sources, blocks, strict=True):
             if id(source) not in wanted:
                 continue
-            cost = block.cost()
-            if id(source) not in tensors.parameters:
-                cost = replace(cost, kind=f"{cost.kind}, derived")
+            how = block.how if isinstance(block, Dense) else ""
+            derived = id(source) not in tensors.parameters
             for name in tensors.names_of(source):
                 if name in grads:
-                    found.setdefault(name, []).append((item.use, cost))
+                    found.setdefault(name, []).append(_Part(item.use, block.cost(), derived, how, flops if how else 0))
+                    flops = 0  # the sources of one use are formed together
     return found
 
 
@@ -197,8 +217,8 @@ def explain(
         losses = call_loss(model, loss_fn, batch)
     with backward:
         grads = tape.backward(losses, loss_reduction)
-    once = backward.get_total_flops() // max(1, tape.recorder.passes)
     found = of_grads(grads, query)
+    once = (backward.get_total_flops() - found.formed) // max(1, tape.recorder.passes)
     held = plan.schedule(costs_of(grads), tape.budget)
     twice = query == "clipped_sum" and "again" in held.values()
     peak = footprint.peak(saved, grads, query, held, [t for t in batch if isinstance(t, torch.Tensor)])

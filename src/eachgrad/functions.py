@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.overrides import resolve_name
 
 
@@ -19,15 +21,38 @@ def op_name(func: Callable) -> str:
     return name.replace("_VariableFunctionsClass.", "torch.")
 
 
-def call_site() -> str:
-    """file:line of the innermost frame that is neither torch's nor ours."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(("torch.", "eachgrad.")):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+@dataclass(frozen=True)
+class Place:
+    """Where in the user's code something happened: the line, and the module whose forward it is in."""
+
+    line: str
+    module: nn.Module | None = field(default=None, repr=False)
+    root: Callable[[], nn.Module | None] = field(default=lambda: None, repr=False)  # the recorded model, if it lives
+
+    def __str__(self) -> str:
+        root = self.root()
+        if self.module is None or root is None:
+            return self.line
+        path = next((name for name, module in root.named_modules() if module is self.module), None)
+        kind = type(self.module).__name__
+        if path is None:
+            return f"{self.line}, in a {kind}"
+        return f"{self.line}, in module {path!r} ({kind})" if path else f"{self.line}, in the model ({kind})"
+
+
+_CALLS = {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}
+
+
+def call_site(root: Callable[[], nn.Module | None] = lambda: None) -> Place:
+    """The innermost frame that is neither torch's nor ours, and the innermost module that is being called."""
+    frame, line, module = sys._getframe(1), None, None
+    while frame is not None and (line is None or module is None):
+        if module is None and frame.f_code in _CALLS:
+            module = frame.f_locals["self"]
+        elif line is None and not frame.f_globals.get("__name__", "").startswith(("torch.", "eachgrad.")):
+            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    return "an unknown place"
+    return Place(line or "an unknown place", module, root)
 
 
 def opened(func: Callable) -> Callable:
@@ -50,6 +75,27 @@ def can_be_opened(func: Callable) -> bool:
     return any(name.startswith("has_torch_function") for name in func.__code__.co_names)
 
 
+def plainer(func: Callable, args: tuple) -> tuple[Callable, tuple]:
+    """The same call without tensors that only say a shape, a dtype or one place: nothing of them comes in."""
+    if len(args) != 2 or not isinstance(args[1], Tensor):
+        return func, args
+    t, other = args
+    if func in _LIKE_TYPES:
+        return torch.Tensor.to, (t, other.device, other.dtype)
+    if func in _LIKE_SHAPES:
+        return _LIKE_SHAPES[func], (t, other.shape)
+    if func is torch.Tensor.__getitem__ and not other.ndim and other.dtype in (torch.int64, torch.int32):
+        return func, ((t, int(other)) if t.requires_grad else args)
+    return func, args
+
+
+_LIKE_TYPES = {torch.Tensor.to, torch.Tensor.type_as}
+_LIKE_SHAPES: dict[Callable, Callable] = {
+    torch.Tensor.view_as: torch.Tensor.view, torch.Tensor.reshape_as: torch.Tensor.reshape,
+    torch.Tensor.expand_as: torch.Tensor.expand,
+}  # fmt: skip
+
+
 def _never(*_: Any) -> bool:
     return False
 
@@ -68,6 +114,6 @@ is_mkldnn is_mps is_xpu itemsize nbytes output_nr _version is_cpu _backward_hook
 PASSIVE |= {getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(torch.Tensor, name)}
 DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 EXPANDING = {
-    torch.Tensor.expand, torch.Tensor.expand_as, torch.broadcast_to, torch.Tensor.broadcast_to, torch.Tensor.repeat,
+    torch.Tensor.expand, torch.broadcast_to, torch.Tensor.broadcast_to, torch.Tensor.repeat,
     torch.tile, torch.Tensor.tile,
 }  # fmt: skip

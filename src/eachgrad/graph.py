@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map
 
 Node = Any  # torch.autograd.graph.Node
@@ -77,9 +79,31 @@ def edge_of(t: Tensor) -> tuple[Node, int]:
     return node_of(t), t.output_nr
 
 
-def node_of(t: Tensor) -> Node:
+@dataclass(frozen=True, eq=False)
+class Carried:
+    """A tensor that is known by its place in the graph alone."""
+
+    edge: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def grad_fn(self) -> Node:
+        return self.edge.node
+
+
+def source_at(node: Node, output: int) -> Tensor | Carried:
+    """The leaf that is reached here, or what stands for the tensor."""
+    variable = getattr(node, "variable", None)
+    if variable is not None:
+        return variable
+    like = node._input_metadata[output]
+    return Carried(GradientEdge(node, output), torch.Size(like.shape), like.dtype)
+
+
+def node_of(t: Tensor | Carried) -> Node:
     """The node that delivers the gradient of `t`: its own, or its accumulator if it is a leaf."""
-    return torch.autograd.graph.get_gradient_edge(t).node
+    return t.grad_fn if isinstance(t, Carried) else get_gradient_edge(t).node
 
 
 def depends(out: Any, sources: list[Tensor]) -> bool:

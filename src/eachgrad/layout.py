@@ -104,7 +104,7 @@ class Evidence:
         place = torch.nan_to_num(flat, nan=0.0, posinf=0.0).argmax(1, keepdim=True)
         top = flat.gather(1, place).squeeze(1)
         if bool((~flat.isfinite().all(1) & ~(top.isfinite() & (top > 0))).any()):
-            raise Unclear("some samples have no finite gradient, and lie in no regular order: leave them out")
+            raise Unclear("some samples have no finite gradient, and lie in no regular order: leave such samples out")
         owner = torch.zeros(size, dtype=torch.long, device=plain.device)
         for k in range(self.marks.passes):
             marked = _magnitude(self.marked[k])
@@ -184,7 +184,10 @@ def find(evidence: Evidence) -> Layout:
     fitting = [layout for layout in regular(B, shape, plain.device) if evidence.agrees(layout)]
     if fitting:
         if len(fitting) > 1 and not bool(plain.isfinite().all()):
-            raise Unclear("the gradients of some samples are not finite, and the others do not tell where samples lie")
+            raise Unclear(
+                "the gradients of some samples are not finite, and the others do not tell where samples lie: leave such "
+                "samples out"
+            )
         # Where several fit they differ only in zeros: any of them is right for these numbers.
         return replace(fitting[0], alone=len(fitting) == 1)
     for dim in range(len(shape)):

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from eachgrad.errors import CaptureError
 
 Node = Any  # torch.autograd.graph.Node
@@ -81,7 +83,7 @@ class _Reading:
     mean: bool = False
     divided: bool = False
     weighted: bool = False  # a mean over targets with class weights
-    averages_targets: bool = False  # a mean over targets, some of which may be ignored
+    averages: list[tuple[Node, State]] = field(default_factory=list)  # means over targets, some of which may be ignored
 
     def read(self, root: Node) -> State:
         stack, begun = [root], set()
@@ -109,6 +111,8 @@ class _Reading:
             linear = name in _LINEAR or (name in _SCALED and len(below) == 1)
             return "summed" if linear and set(below) == {"summed"} else "mixed"
         if "unknown" in below:
+            if name.startswith("NllLoss") and node._saved_reduction == 1:
+                self._average(node, "unknown")
             return "unknown"
         if name in ("Cat", "Stack"):
             return self._joined(node, name, below)
@@ -228,9 +232,12 @@ class _Reading:
         if reduction == 1:
             self.mean = True
             if name.startswith("NllLoss"):
-                self.averages_targets = True
-                self.weighted = self.weighted or _has_class_weights(node)
+                self._average(node, rows)
         return "summed" if reduction else rows
+
+    def _average(self, node: Node, state: State) -> None:
+        self.averages.append((node, state))
+        self.weighted = self.weighted or _has_class_weights(node)
 
     def _reduced(self, node: Node, name: str, rows: Rows) -> State:
         rank = len(node._saved_self_sym_sizes)
@@ -254,7 +261,7 @@ def _may_divide(node: Node, name: str, B: int) -> bool:
         other = node._saved_other
     except (RuntimeError, AttributeError):  # freed, or not saved
         return True
-    if other is None or not hasattr(other, "numel") or other.numel() != 1:
+    if other is None or (isinstance(other, Tensor) and other.numel() != 1):
         return other is None
     value = float(other.real) if name == "Div" else 1 / float(other.real) if other != 0 else 0.0
     return value > 0 and abs(value / B - round(value / B)) < 1e-4 and round(value / B) > 0
@@ -299,7 +306,7 @@ def check(
             'loss_reduction="mean", but nothing in the loss divides by the size of the batch: pass '
             'loss_reduction="sum", or one loss per sample'
         )
-    if reading.averages_targets and (reading.weighted or _ignores(reading, ignores)):
+    if reading.averages and (reading.weighted or _ignores(reading, ignores)):
         raise CaptureError(
             "the loss is a mean that leaves out ignored targets or weighs classes: it divides by the total weight of "
             'the whole batch, which is no mean over samples. Use reduction="sum" with loss_reduction="sum", or one '
@@ -308,7 +315,19 @@ def check(
 
 
 def _ignores(reading: _Reading, given: bool | None) -> bool:
+    """Whether targets are ignored, and not as many of each sample."""
     if given is not None:
         return given
-    nodes = [n for n in reading.states if n.name().startswith("NllLoss") and n._saved_reduction == 1]
-    return any(int(n._saved_total_weight) != n._saved_target.numel() for n in nodes)
+    return any(
+        int(node._saved_total_weight) != node._saved_target.numel() and not _evenly(node, state, reading.B)
+        for node, state in reading.averages
+    )
+
+
+def _evenly(node: Node, state: State, B: int) -> bool:
+    """Whether as many targets of each sample count: the samples must lie one after the other, as they were."""
+    kept = node._saved_target != _signed(node._saved_ignore_index)
+    if not isinstance(state, Rows) or state.dim or state.order is not None or kept.numel() % B:
+        return False
+    counts = kept.reshape(B, -1).sum(1)
+    return bool((counts == counts[0]).all())

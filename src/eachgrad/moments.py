@@ -52,7 +52,9 @@ class Noise:
     def scale(self) -> NoiseScale:
         B = sum(len(squares) for squares, _, _ in self.batches)
         if B < 2:
-            raise ValueError(f"a noise scale needs two samples at least, not {B}")
+            raise ValueError(
+                f"a noise scale needs two samples at least, not {B}: ask a larger batch, or gather several in an Accumulator"
+            )
         every = torch.stack([squares.sum() for squares, _, _ in self.batches]).sum()
         if len(self.batches) == 1:
             ((squares, dots, _),) = self.batches

@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from eachgrad import layout as lay
+from eachgrad.cover import Solved
 from eachgrad.plan import Cost
-from eachgrad.solve import Solved
 from eachgrad.use import Use
 
 _KEPT = 16  # plans a model may have; the oldest goes first

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from eachgrad.capture import Recorder
+from eachgrad.cover import Accepted
 from eachgrad.errors import CaptureError
-from eachgrad.solve import Accepted, Passes, grads_untouched, pulled_back
+from eachgrad.passes import Passes, grads_untouched
+from eachgrad.solve import pulled_back
 from eachgrad.use import Use
-from eachgrad.uses import replay
+from eachgrad.uses import derivative
 
 if TYPE_CHECKING:
     from eachgrad.grads import PerSampleGrads
@@ -37,6 +39,7 @@ class Receipt:
     uses: int
     deviation: float  # of the sum over samples, relative, the largest over parameters
     exempt: tuple[str, ...]  # parameters whose batch gradient is no sum over samples
+    pieces: tuple[str, ...] = ()  # what has no rule, and was differentiated once per sample
 
     def __str__(self) -> str:
         lines = [
@@ -47,6 +50,7 @@ class Receipt:
             lines.append(f"unused, gradient zero: {', '.join(self.unused)}")
         if self.exempt:
             lines.append(f"not compared (gradients scaled by the batch's frequencies): {', '.join(self.exempt)}")
+        lines += [f"without a rule, one derivative for each sample: {piece}" for piece in self.pieces]
         return "\n".join(lines)
 
 
@@ -84,7 +88,16 @@ class Record:
         sizes = {name: gradient.parameter.numel() for name, gradient in grads.items()}
         unused = tuple(name for name, gradient in grads.items() if gradient.block is None)
         total = sum(sizes.values())
-        return Receipt(grads.batch_size, total, total, unused, len(self.accepted), worst, exempt)
+        return Receipt(grads.batch_size, total, total, unused, len(self.accepted), worst, exempt, self._pieces())
+
+    def _pieces(self) -> tuple[str, ...]:
+        names_of = self.recorder.tensors.names_of
+        return tuple(
+            f"{', '.join(sorted(n for s in item.use.sources if id(s) in wanted for n in names_of(s)))} in {item.use.name} at "
+            f"{item.use.where}"
+            for item, wanted in self.accepted
+            if wanted and item.use.piece is not None
+        )
 
     def _reference(self) -> dict[str, Tensor]:
         """The sum over samples by PyTorch's own derivative of every recorded op."""
@@ -92,8 +105,7 @@ class Record:
         for item, wanted in self.accepted:
             if not wanted:
                 continue
-            out, leaves = replay(item.use)
-            pulled = torch.autograd.grad(out, leaves, item.g.to(out.dtype), allow_unused=True)
+            pulled = derivative(item.use, item.g)
             for source, value in zip(item.use.sources, pulled, strict=True):
                 if id(source) not in wanted or value is None:
                     continue
@@ -157,9 +169,11 @@ def check_weighted_sum(
         ours = grads[name].weighted_sum(scale)
         gap = deviation(ours, torch.zeros_like(ours) if value is None else _strided(value), floor)
         if not gap <= max(limit, TOLERANCE[ours.dtype]):
+            uses = [f"{use.name} at {use.where}" for use in recorder.uses if name in use.parameters()]
             raise CaptureError(
-                f"check: the gradients of {name!r}, weighted and added, are off the ordinary gradient by {gap:.1e}. "
-                "A rule is wrong, or a tensor was changed behind autograd's back; please report it."
+                f"check: the gradients of {name!r}, weighted and added, are off the ordinary gradient by {gap:.1e}. The "
+                f"rule of an op is wrong ({'; '.join(uses) or 'no use was recorded'}), or a tensor was changed behind "
+                "autograd's back; please report it."
             )
 
 
@@ -207,7 +221,10 @@ def _strided(t: Tensor) -> Tensor:
 def _batch_size(batch: Sequence[Any], batch_dim: int) -> int:
     sizes = [t.shape[batch_dim] for t in batch if isinstance(t, Tensor) and t.ndim > batch_dim]
     if not sizes:
-        raise ValueError("the batch holds no tensor with a batch dimension")
+        raise ValueError(
+            f"the batch holds no tensor with samples along dimension {batch_dim}: pass the inputs of the model after "
+            "loss_fn, and batch_dim where the samples lie along another one"
+        )
     return sizes[0]
 
 

@@ -16,10 +16,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from eachgrad import layout as lay
+from eachgrad import mixing
 from eachgrad.capture import Recorder
+from eachgrad.cover import Solved
 from eachgrad.errors import CaptureError
 from eachgrad.graph import edge_of, edges_below, tensors_in
-from eachgrad.solve import Passes, Solved, marked, solved
+from eachgrad.passes import Passes, marked
+from eachgrad.solve import solved
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def settle(
     for places, declared in choices(outputs, batch_dim):
         check_additive(tensors, v, places, B)
         found = solved(passes.recorder, plain, marked(passes, tensors, marker(tensors, v, places), B))
-        if plausible(found, inputs, batch_dim, B):
+        if plausible(found, inputs, batch_dim, B) and not any(_elsewhere(passes.recorder, item) for item in found):
             if declared:
                 return found
             fitting.append(found)
@@ -119,8 +122,8 @@ def settle(
     if len(fitting) != 1:
         shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
         raise CaptureError(
-            f"the samples cannot be told apart in the model's outputs {shapes} for a batch of {B}: pass one loss per "
-            "sample to record(...).backward"
+            f"the samples cannot be told apart in the model's outputs {shapes} for a batch of {B}: return them with the "
+            f"samples along dimension {batch_dim}, or use eachgrad.record and pass one loss per sample to tape.backward"
         )
     return fitting[0]
 
@@ -169,7 +172,8 @@ def _check_split(tensors: list[Tensor], v: Sequence[Tensor], places: Sequence[la
         if bool(leak > 1e-6 * h.abs().amax()):
             raise CaptureError(
                 "the loss mixes samples: its gradient at one sample's outputs depends on the outputs of others (a "
-                "contrastive or batch-normalised loss). No sample has a loss of its own here."
+                "contrastive or batch-normalised loss), so that no sample has a loss of its own. Leave that part out of "
+                "the recorded loss."
             )
 
 
@@ -199,6 +203,19 @@ def _misread(item: Solved, inputs: Sequence[Tensor], batch_dim: int, B: int) -> 
     )
 
 
+def _elsewhere(recorder: Recorder, item: Solved) -> bool:
+    """Whether a use's samples were seen to lie along another dimension of its output than the measured one."""
+    place, use = item.layout, item.use
+    if not isinstance(place, lay.Along) or place.fold is not None or not bool((item.g != 0).any()):
+        return False
+    tagged = [(t, k) for t in tensors_in((use.args, use.kwargs)) if isinstance(k := recorder.tensors.tag(t), int)]
+    if not tagged:
+        return False
+    like = torch.empty(use.tap.shape, dtype=use.tap.dtype, device="meta")
+    seen = mixing.follow(use.op, use.args, use.kwargs, like, tagged)
+    return isinstance(seen, int) and seen != place.dim
+
+
 def check_order(recorder: Recorder, solved: Sequence[Solved], inputs: Sequence[Tensor], batch_dim: int, B: int) -> None:
     """Raise if the loss of one sample is computed from the input of another, as far as this can be seen."""
     for item in solved:
@@ -206,11 +223,10 @@ def check_order(recorder: Recorder, solved: Sequence[Solved], inputs: Sequence[T
         fold = place.fold if isinstance(place, lay.Along) and place.dim == batch_dim else None
         irregular = isinstance(place, lay.Scattered) or (fold is not None and fold.kind == "ragged")
         if irregular and _misread(item, inputs, batch_dim, B):
-            names = ", ".join(repr(n) for s in item.use.sources for n in recorder.tensors.names_of(s))
             raise CaptureError(
-                f"the loss of one sample depends on the input of another one, which is read with {names} by "
-                f"{item.use.name} at {item.use.where}: the model mixes the samples, or moves them to other places along "
-                "the batch (roll, sort, permutation)"
+                f"the loss of one sample depends on the input of another one, which is read with {item.use}: the model "
+                "mixes the samples, or moves them to other places along the batch (roll, sort, permutation). Move the "
+                "losses back, or shuffle before the recording."
             )
 
 

@@ -38,13 +38,15 @@ def grouped(
             raise ValueError(f"group {group!r} is a list of names or globs, not the text {patterns!r}")
         found = {pattern: matching(pattern, names, aliases) for pattern in patterns}
         if missing := [pattern for pattern, some in found.items() if not some]:
-            raise ValueError(f"group {group!r} names {missing[0]!r}, which matches no parameter")
+            raise ValueError(
+                f"group {group!r} names {missing[0]!r}, which matches no parameter: see model.named_parameters()"
+            )
         for name in dict.fromkeys(name for some in found.values() for name in some):
             owners[name].append(group)
     for name, owner in owners.items():
         if len(owner) != 1:
             where = f"in the groups {', '.join(map(repr, owner))}" if owner else "in no group"
-            raise ValueError(f"parameter {name!r} is {where}; each parameter belongs to exactly one")
+            raise ValueError(f"parameter {name!r} is {where}: put each parameter in exactly one")
     return {group: [name for name in names if owners[name] == [group]] for group in groups}
 
 

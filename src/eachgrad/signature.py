@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.nn.parameter import is_lazy
 
 from eachgrad.graph import Node, tensors_in
 
@@ -27,14 +28,17 @@ _LOOK_UPS = {"embedding", "embedding_bag"}
 _MOVING = {"flip", "roll", "rot90", "fliplr", "flipud", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"}
 _MOVING_NODES = ("Flip", "Roll", "Rot90", "Cum", "LogCumsumexp", "Mm", "Mv", "Addmm", "Addmv", "Dot", "Index", "Gather")
 _PRODUCTS = {"einsum", "matmul", "__matmul__", "__rmatmul__", "mm", "mv", "addmm", "addmv", "dot", "vdot", "inner"}
+_SUMMING = {"tensordot", "multi_dot", "chain_matmul", "addbmm", "vecdot", "bilinear", "cov", "corrcoef", "kron"}
+_WEIGHTED = {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
 _BY_VALUE = {"sort", "argsort", "topk", "kthvalue", "unique", "nonzero", "msort"}
 
 
 class Signature:
     """What a forward has run so far, as one number; None once it depends on data."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_batch: Callable[[Tensor], bool]) -> None:
         self.value: int | None = 0
+        self._of_batch = of_batch
         self._trusting = False
 
     @contextmanager
@@ -51,44 +55,50 @@ class Signature:
         if self.value is not None:
             self.value = hash((self.value, *what))
 
-    def add(self, func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor]) -> None:
+    def add(self, func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor], numbers: tuple[int, ...]) -> None:
+        """An op more; `numbers` says which tensors of the batch it is given: Python may put rows in any order."""
         if self.value is None:
             return
         name = getattr(func, "__name__", "")
         indexed = name in _INDEXED and any(not t.is_floating_point() and not t.is_complex() for t in tensors)
         if name in _LOOK_UPS:  # of a parameter's rows it moves none of the batch
             indexed = not any(isinstance(t, nn.Parameter) for t in tensors)
-        moving = name in _MOVING or (name in _PRODUCTS and _contracts_rows(func, args))
+        moving = name in _MOVING or self._adds_rows(func, name, args, tensors)
         if indexed or name in _BY_VALUE or (moving and not self._trusting):
             self.value = None
             return
-        self.value = hash((self.value, func, _describe(args), _describe(kwargs)))
+        self.value = hash((self.value, func, _describe(args), _describe(kwargs), numbers))
 
+    def _adds_rows(self, func: Callable, name: str, args: tuple, tensors: list[Tensor]) -> bool:
+        """Whether the first dimension of something of the batch is added up: it may be that of the samples."""
+        if name in _SUMMING:
+            return any(map(self._counts, tensors))
+        if name in _WEIGHTED:
+            return len(args) > 1 and self._counts(args[1])
+        if name not in _PRODUCTS:
+            return False
+        if func is torch.einsum and isinstance(args[0], str):
+            subscripts, _, out = args[0].replace(" ", "").partition("->")
+            pairs = zip(subscripts.split(","), args[1:], strict=False)
+            return any(s[:1].isalpha() and s[0] not in out and self._counts(t) for s, t in pairs)
+        right = args[0] if func is torch.Tensor.__rmatmul__ else args[-1]
+        return self._counts(right) and right.ndim <= 2
 
-def _contracts_rows(func: Callable, args: tuple) -> bool:
-    """Whether the first dimension of something that is no parameter is added up: it may be that of the samples."""
-    if func is torch.einsum and isinstance(args[0], str):
-        subscripts, _, out = args[0].replace(" ", "").partition("->")
-        pairs = zip(subscripts.split(","), args[1:], strict=False)
-        return any(s[:1].isalpha() and s[0] not in out and _computed(t) for s, t in pairs)
-    right = args[0] if func is torch.Tensor.__rmatmul__ else args[-1]
-    return _computed(right) and right.ndim <= 2
-
-
-def _computed(t: Any) -> bool:
-    return isinstance(t, Tensor) and t.requires_grad and not isinstance(t, nn.Parameter)
+    def _counts(self, t: Any) -> bool:
+        return isinstance(t, Tensor) and t.requires_grad and self._of_batch(t)
 
 
 def of_graph(nodes: Sequence[Node], since: int) -> Hashable:
     """The nodes of a loss that were made after the recording, by name, sizes and options; None if data decides."""
-    found = []
+    found, order = [], {node: n for n, node in enumerate(nodes)}
     for node in nodes:
         if node.name().endswith("AccumulateGrad") or node._sequence_nr() < since:
             continue
         described = _options(node)
         if described is None:
             return None
-        found.append((node.name(), *described))
+        edges = tuple((order.get(below, -1), output) for below, output in node.next_functions)
+        found.append((node.name(), edges, *described))
     return tuple(found)
 
 
@@ -119,6 +129,8 @@ def _options(node: Node) -> tuple[Hashable, ...] | None:
 def _describe(value: Any) -> Hashable:
     if type(value) in _PLAIN:
         return value
+    if isinstance(value, Tensor) and is_lazy(value):  # of a lazy module that is making its parameters
+        return type(value).__name__, value.dtype
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     if isinstance(value, (tuple, list)):

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from eachgrad import layout as lay
 from eachgrad.blocks import Block, add
+from eachgrad.cover import Solved
 from eachgrad.gradient import Gradient
-from eachgrad.solve import Passes, Solved, blocks_of, grads_untouched
+from eachgrad.passes import Passes, grads_untouched
+from eachgrad.solve import blocks_of
 
 
 def visit(

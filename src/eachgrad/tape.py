@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from typing import Any, overload
 
@@ -12,18 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from eachgrad import layout as lay
-from eachgrad import lossgraph, recall, scalar, stream
+from eachgrad import checks, foreign, lossgraph, recall, scalar, stream
 from eachgrad.capture import Recorder
+from eachgrad.cover import Solved, accept, check_complete
 from eachgrad.errors import CaptureError
 from eachgrad.gradient import Gradient, costs_of
 from eachgrad.grads import PerSampleGrads
 from eachgrad.graph import named_trainable, node_of, tensors_in
+from eachgrad.passes import Passes, marked
 from eachgrad.plan import parse_bytes
 from eachgrad.queries import Accumulator, Answer, Over, Query
 from eachgrad.receipt import Record, aliases_of, check_weighted_sum
 from eachgrad.signature import of_graph
-from eachgrad.solve import Passes, Solved, accept, attached, blocks_of, check_complete, marked, solved
+from eachgrad.solve import attached, blocks_of, solved
 
 _active = threading.local()
 
@@ -36,6 +37,7 @@ def record(
     check: bool = False,
     memory: int | str | None = None,
     create_graph: bool = False,
+    fallback: str = "refuse",
 ) -> Tape:
     """A context in which the forward of `model` is recorded; `tape.backward(losses)` ends it.
 
@@ -49,8 +51,11 @@ def record(
     grad: `grads.norms().square().sum().backward()`, or `grads.dot(v)` for products with each sample's Hessian. Nothing
     is streamed or freed, recurrent layers run step by step, and checkpoints are refused. As everywhere in torch, a
     second backward over the same answers needs `retain_graph=True`. `noise_scale` stays a few plain numbers.
+
+    `fallback` says what happens to an op that has no rule: "refuse" raises, "vmap" differentiates it for all samples at
+    once, "loop" one sample after another where vmap cannot. Both are exact, and cost B derivatives of that op.
     """
-    return Tape(model, batch_size, batch_dim, check, parse_bytes(memory), create_graph)
+    return Tape(model, batch_size, batch_dim, check, parse_bytes(memory), create_graph, fallback)
 
 
 class Tape:
@@ -58,8 +63,10 @@ class Tape:
 
     def __init__(
         self, model: nn.Module, batch_size: int | None, batch_dim: int, check: bool, budget: int | None = None,
-        create_graph: bool = False,
+        create_graph: bool = False, fallback: str = "refuse",
     ):  # fmt: skip
+        if fallback not in ("refuse", "vmap", "loop"):
+            raise ValueError(f'fallback is "refuse", "vmap" or "loop", not {fallback!r}')
         if not isinstance(model, nn.Module):
             raise TypeError(f"record takes an nn.Module, not {type(model).__name__}")
         if batch_size is not None and (
@@ -69,7 +76,7 @@ class Tape:
         self.model, self.batch_dim, self.check, self.budget = model, batch_dim, check, budget
         self.given_batch_size, self.create_graph = batch_size, create_graph
         constants = list(model.buffers())
-        self.recorder = Recorder(named_trainable(model), constants, batch_size, check, create_graph)
+        self.recorder = Recorder(named_trainable(model), constants, batch_size, check, create_graph, model, fallback)
         self.inputs: list[Tensor] = []
         self.outputs: list[Any] = []
         self._thread = threading.get_ident()
@@ -85,7 +92,7 @@ class Tape:
         if getattr(_active, "tape", None) is not None:
             raise CaptureError("record inside another record: end the outer one first")
         if isinstance(self.model, torch.jit.ScriptModule):
-            raise CaptureError("a scripted model hides its ops: record the nn.Module that it was made from")
+            raise CaptureError("a scripted model hides its ops: record the nn.Module it was made from")
         for name, p in named_trainable(self.model).items():
             late = self.check and getattr(p, "_post_accumulate_grad_hooks", None)
             if p._backward_hooks or late:
@@ -105,6 +112,7 @@ class Tape:
         if loaded:
             self._settings.enter_context(torch.compiler.set_stance("force_eager"))
         self._settings.enter_context(self.recorder.kernels())
+        self._settings.enter_context(foreign.modules_watched(self.recorder, self.model))
         self.recorder.__enter__()
         _active.tape, self._state = self, "recording"
         return self
@@ -169,7 +177,7 @@ class Tape:
         self, asked: Accumulator, passes: Passes, plan: recall.Plan, losses: Tensor, parameters: dict[str, Any]
     ) -> None:
         check_complete(self.recorder, [], [losses])
-        self.check_statistics([losses])
+        checks.check_statistics(self.recorder, self.batch_dim, [losses], len(losses))
         over = Over(parameters, aliases_of(self.model), self.budget)
         twice = asked.needs_again(over, plan.costs)
 
@@ -183,7 +191,7 @@ class Tape:
             raise CaptureError("leave the record block before calling tape.backward")
         if self._state != "recorded":
             raise CaptureError("a tape answers one backward: record the forward again for another")
-        _check_losses(losses)
+        checks.check_losses(losses)
         if self.create_graph and not torch.is_grad_enabled():
             raise CaptureError("create_graph=True, but gradients are off: call tape.backward outside of torch.no_grad")
         if self.recorder.differentiated:
@@ -201,7 +209,8 @@ class Tape:
     def _prepared(self, losses: Tensor) -> tuple[Passes, Hashable]:
         """The passes over the graph of losses per sample, and the key of the plan they may have; None if none."""
         B = len(losses)
-        self._check_count(B)
+        if self.given_batch_size is None:
+            checks.check_count(self.recorder, self.inputs, B)
         passes = Passes(self.recorder, [losses])
         forward = None if self.recorder.tensors.opaque or passes.reentrant else self.recorder.signature.value
         loss = None if forward is None else of_graph(passes.nodes, self._end)
@@ -252,8 +261,8 @@ class Tape:
                 "a loss that is one number is followed from the model's outputs, and it depends on none of them: call "
                 "the recorded model itself, or pass one loss per sample"
             )
-        self.check_places(outputs)
-        edges = {(node_of(o.tensor), o.tensor.output_nr): place_state(o.places) for o in outputs}
+        checks.check_places(self.recorder, outputs)
+        edges = {(node_of(o.tensor), o.tensor.output_nr): checks.place_state(o.places) for o in outputs}
         lossgraph.check(loss.grad_fn, edges, reduction, B, None, measured=True)
         v = torch.autograd.grad(loss, [o.tensor for o in outputs], create_graph=True)
         passes = Passes(self.recorder, [loss])
@@ -268,7 +277,7 @@ class Tape:
 
     def _answer(self, uses: list[Solved], loss: Tensor, ends: list[Tensor], B: int) -> PerSampleGrads:
         accepted = accept(self.recorder, uses, [loss])
-        self.check_statistics(ends)
+        checks.check_statistics(self.recorder, self.batch_dim, ends, B)
         blocks = blocks_of(self.recorder, accepted, B)
         parameters = named_trainable(self.model)
         guards = tuple(item.use for item, wanted in accepted if wanted)
@@ -279,35 +288,6 @@ class Tape:
         if self.check:
             check_weighted_sum(grads, loss, self.recorder, parameters)
         return grads
-
-    def check_statistics(self, tensors: list[Tensor]) -> None:
-        """Raise if one of these was computed with a statistic of the whole batch."""
-        if self.recorder.batch_size != 1 and any(self.recorder.tensors.tag(t) == "mixed" for t in tensors):
-            raise CaptureError(
-                "what the model computes for one sample depends on a statistic over the batch (a mean, a maximum or the "
-                f"like along dimension {self.batch_dim} of the input): it mixes the samples, even where it is detached. "
-                "Take statistics per sample, or use fixed ones."
-            )
-
-    def check_places(self, outputs: Sequence[scalar.Output]) -> None:
-        """Raise if an output's samples were seen to go to another dimension than the declared one."""
-        for output in outputs:
-            seen, place = self.recorder.tensors.tag(output.tensor), output.places[0] if output.places else None
-            if isinstance(seen, int) and isinstance(place, lay.Along) and place.dim != seen:
-                raise CaptureError(
-                    f"the samples of an output {tuple(output.tensor.shape)} lie along dimension {seen}, not "
-                    f"{place.dim}: return it with the samples along the declared batch dimension, or pass one loss per sample"
-                )
-
-    def _check_count(self, B: int) -> None:
-        """Tokens are no samples: as many losses as the model's inputs have entries along some dimension."""
-        shapes = [tuple(t.shape[:2]) for t in self.inputs if t.ndim]
-        known = [*shapes, (self.recorder.batch_size,)]
-        if self.given_batch_size is None and shapes and not any(B in shape for shape in known):
-            raise CaptureError(
-                f"{B} losses, but no input of the model has {B} samples (their first sizes are {shapes}): reduce the "
-                f"losses to one per sample, or say record(model, batch_size={B}) if these are the samples"
-            )
 
     # Hooks on the model, gone with the context
 
@@ -329,35 +309,13 @@ class Tape:
         fitting = [t for t, n in zip(batched, sizes, strict=True) if n == self.recorder.batch_size]
         if len({*sizes, self.recorder.batch_size}) == 1:
             main = sorted(fitting, key=lambda t: -t.ndim)[:1]
-            self.recorder.tensors.mark_strong(main)
-            if not packed:
-                self.recorder.tensors.set_tag(main, self.batch_dim)
+            # So are ids: as positions they would be of no sample, and be refused for that.
+            ids = [t for t in fitting if t.ndim == 2 and t.dtype in (torch.int64, torch.int32)]
+            self.recorder.tensors.mark_strong([*main, *ids])
+        if not packed:
+            self.recorder.tensors.set_tag(batched, self.batch_dim)
         self.inputs.extend(leaves)
 
     def _leaving(self, module: nn.Module, args: tuple, output: Any) -> None:
         if threading.get_ident() == self._thread:
             self.outputs.append(output)
-
-
-def place_state(places: Sequence[lay.Layout]) -> lossgraph.State:
-    """How an output's samples lie, as the reading of the loss begins."""
-    first = places[0] if places else None
-    return lossgraph.Rows(first.dim) if isinstance(first, lay.Along) else "unknown"
-
-
-def _check_losses(losses: Tensor) -> None:
-    if not isinstance(losses, Tensor):
-        raise TypeError(f"losses is a tensor, not {type(losses).__name__}")
-    if losses.ndim > 1:
-        raise CaptureError(
-            f"losses has shape {tuple(losses.shape)}: reduce it to one loss per sample, (B,), or to one number"
-        )
-    if losses.ndim == 1 and len(losses) == 0:
-        raise CaptureError("no losses: an empty batch has no gradients")
-    if losses.is_complex():
-        raise CaptureError("losses are real numbers: take the absolute value or the real part")
-    if not losses.requires_grad:
-        raise CaptureError(
-            "the losses depend on no trainable parameter: was the forward run under no_grad, or outside the record "
-            "block?"
-        )

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from eachgrad import mixing
-from eachgrad.graph import Node, graph_nodes, node_of, tensors_in
+from eachgrad.errors import UnsupportedOp
+from eachgrad.foreign import is_function
+from eachgrad.functions import op_name
+from eachgrad.graph import Carried, Node, graph_nodes, node_of, tensors_in
 
 if TYPE_CHECKING:
     from eachgrad.use import Use
@@ -22,20 +29,29 @@ class Tensors:
     def __init__(self, parameters: Mapping[str, Tensor], constants: Sequence[Tensor]):
         self.parameters = {id(p): name for name, p in parameters.items()}
         self.constants = {id(t) for t in constants}
-        self.alias_nodes: dict[Node, Use] = {}  # the sources of uses that stayed attached
+        self.alias_nodes: dict[Node, list[Use]] = {}  # where uses that stayed attached begin
         self.tap_nodes: set[Node] = set()  # the outputs of certain uses
         self.opaque = False  # a tensor of the batch came out of something that was not seen
-        self._strong: dict[int, ref] = {}
+        self._strong: dict[int, tuple[ref, int]] = {}  # with the number of each
+        self._count = 0
         self._tags: dict[int, tuple[ref, mixing.Tag]] = {}
         self._carriers: dict[int, tuple[ref, int, str | None]] = {}
+        self.place: Callable[[], object] = lambda: "an unknown place"
+        self.on_function: Callable[[Node], None] = lambda node: None  # called once for each autograd.Function met
+        self._functions: set[Node] = set()
+        self.certain: set[Node] = set()  # those whose output is certainly of the batch
+        self._begin = _sequence()
+        self._open = 1 << 62  # where the op that is being seen began
+        self._seen: list[tuple[int, int]] = []  # sequence numbers of the nodes that ops on carriers have made
 
     def mark_strong(self, value: Any) -> None:
         for t in tensors_in(value):
             key = id(t)
-            self._strong[key] = ref(t, lambda _, key=key, table=self._strong: table.pop(key, None))
+            self._count += 1
+            self._strong[key] = (ref(t, lambda _, key=key, table=self._strong: table.pop(key, None)), self._count)
 
     def tag(self, t: Tensor) -> mixing.Tag:
-        """The dimension along which the samples of `t` lie, "mixed", or None where it is not known."""
+        """The dimension along which the samples of `t` lie, what was computed over it, or None where it is not known."""
         found = self._tags.get(id(t))
         return found[1] if found is not None and found[0]() is t else None
 
@@ -48,13 +64,23 @@ class Tensors:
             return
         tagged = [(t, tag) for t in tensors_in((args, kwargs)) if (tag := self.tag(t)) is not None]
         if tagged:
-            self.set_tag(out, mixing.follow(func, args, kwargs, out, tagged))
-            if func is torch.Tensor.__setitem__ and any(tag == "mixed" for _, tag in tagged):
-                self.set_tag(args[0], "mixed")
+            tag = mixing.follow(func, args, kwargs, out, tagged)
+            if isinstance(tag, mixing.Mixed) and not tag.what:
+                tag = replace(tag, what=f"{op_name(func)} at {self.place()}")
+            self.set_tag(out, tag)
+            if func is torch.Tensor.__setitem__ and (
+                mixed := [tag for _, tag in tagged if isinstance(tag, mixing.Mixed)]
+            ):
+                self.set_tag(args[0], mixed[0])
 
     def is_strong(self, t: Tensor) -> bool:
         found = self._strong.get(id(t))
-        return found is not None and found() is t
+        return found is not None and found[0]() is t
+
+    def number(self, t: Tensor) -> int:
+        """Which tensor of the batch this is, in the order in which they came; 0 for any other."""
+        found = self._strong.get(id(t))
+        return found[1] if found is not None and found[0]() is t else 0
 
     def may_have_samples(self, t: Tensor) -> bool:
         """Whether `t`, of which nothing is known, may hold samples: it is no number and no buffer."""
@@ -74,26 +100,94 @@ class Tensors:
         known = self._carriers.get(id(t))
         if known is not None and known[0]() is t and known[1] == t._version:
             return known[2]
-        found = self._trace(t)
+        found = self._look(t.grad_fn)
+        if found == "batch":
+            self.opaque, found = True, None
+            self.mark_strong(t)
         self._carriers[id(t)] = (ref(t), t._version, found)
         return found
 
-    def _trace(self, t: Tensor) -> str | None:
-        kind = None
-        for node in graph_nodes([t.grad_fn]):
+    def kind(self, root: Node) -> str | None:
+        """The same for what a node of the graph has computed."""
+        found = self._look(root)
+        return None if found == "batch" else found
+
+    def meet(self, t: Tensor) -> None:
+        """`t` is certainly of the batch; where an autograd.Function made it, so is its output."""
+        node = t.grad_fn
+        if isinstance(node, BackwardCFunction) and node not in self._functions:
+            self.certain.add(node)
+            self.find_functions((node,))
+
+    def find_functions(self, nodes: Iterable[Node]) -> None:
+        """Make calls of autograd.Functions known, each after those it was computed from.
+
+        What runs inside an op that was seen (a custom op's own Function) is part of that op.
+        """
+        for node in nodes:
+            if is_function(node) and node not in self._functions:
+                self._functions.add(node)
+                if not self._was_seen(node):
+                    self.on_function(node)
+
+    def _look(self, root: Node) -> str | None:
+        kind, hidden = None, None
+        for node in graph_nodes([root]):
+            self.find_functions((node,))
             if node in self.tap_nodes:
-                self.opaque = True
-                self.mark_strong(t)
-                return None
+                return "batch"
             if node in self.alias_nodes:
                 kind = "impure"
             elif kind is None and id(getattr(node, "variable", None)) in self.parameters:
                 kind = "pure"
+            elif hidden is None and not self._is_known(node):
+                hidden = node
+        if kind is not None and hidden is not None:
+            self._refuse_hidden(root, hidden)
         return kind
 
-    def names_of(self, t: Tensor) -> list[str]:
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """The nodes that are made meanwhile come from an op that was seen."""
+        begin, before = _sequence(), self._open
+        self._open = min(begin, before)
+        try:
+            yield
+        finally:
+            self._open = before
+        end = _sequence()
+        if end > begin:
+            while self._seen and self._seen[-1][0] >= begin:
+                self._seen.pop()
+            self._seen.append((begin, end))
+
+    def _is_known(self, node: Node) -> bool:
+        """Whether what made this node was seen: an op on carriers, or something before the recording."""
+        if getattr(node, "variable", None) is not None or isinstance(node, BackwardCFunction):
+            return True
+        return node._sequence_nr() < self._begin or self._was_seen(node)
+
+    def _was_seen(self, node: Node) -> bool:
+        number = node._sequence_nr()
+        place = bisect_right(self._seen, (number, 1 << 62))
+        return number >= self._open or (place > 0 and number < self._seen[place - 1][1])
+
+    def _refuse_hidden(self, root: Node, hidden: Node) -> None:
+        variables = (getattr(node, "variable", None) for node in graph_nodes([root]))
+        name = next(self.parameters[id(v)] for v in variables if id(v) in self.parameters)
+        raise UnsupportedOp(
+            f"parameter {name!r} goes through {hidden.name().removesuffix('Backward0')} inside something that hides its "
+            "ops (a scripted function, an extension): call the Python function it was made from, or make it a "
+            "torch.library.custom_op with a rule (docs/add_a_rule.md)"
+        )
+
+    def names_of(self, t: Tensor | Carried) -> list[str]:
         """The parameters that `t` is, or is derived from."""
         if id(t) in self.parameters:
             return [self.parameters[id(t)]]
         variables = (getattr(node, "variable", None) for node in graph_nodes([node_of(t)]))
         return [self.parameters[id(v)] for v in variables if id(v) in self.parameters]
+
+
+def _sequence() -> int:
+    return torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]

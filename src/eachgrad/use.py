@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from eachgrad.errors import CaptureError
-from eachgrad.functions import op_name
+from eachgrad.functions import Place, op_name
+from eachgrad.graph import Carried, Node
+from eachgrad.pieces import Piece
 from eachgrad.rules import Rule
 
 
@@ -63,41 +65,50 @@ class Use:
     rule: Rule
     args: tuple
     kwargs: dict
-    sources: tuple[Tensor, ...]
+    sources: tuple[Tensor | Carried, ...]
     tap: Tap  # the op's output: its gradient decides everything
     strong: bool
-    where: str
+    where: Place
     ops_since: tuple[str, ...]  # what ran between the use before this one and this one
     aliases: tuple[Tensor, ...] = ()  # the sources as the op saw them, where it stayed attached
     samples: frozenset[int] = frozenset()  # ids of the arguments that are, or may be, of the batch
     versions: tuple[tuple[Tensor, int], ...] = field(default=(), repr=False)
     source_versions: tuple[tuple[Tensor, int], ...] = field(default=(), repr=False)
     autocast: tuple[str, torch.dtype] | None = None
+    piece: Piece | None = None  # differentiated as it stands, by no rule
+    parameters: Callable[[], list[str]] = field(default=list, repr=False)  # the names of those it is about
+    ways: tuple[Node, ...] | None = None  # where the batch goes on below a piece that stays attached as a whole
 
     @property
     def name(self) -> str:
         return op_name(self.op)
 
+    def __str__(self) -> str:
+        """For messages: which parameters, which op, where."""
+        names = ", ".join(map(repr, dict.fromkeys(self.parameters()))) or "a parameter"
+        return f"{names}, used by {self.name} at {self.where}"
+
     def release(self) -> None:
         """Let go of the tensors: the use has been answered, and is not asked again."""
         self.args, self.kwargs, self.sources, self.aliases = (), {}, (), ()
         self.versions, self.source_versions = (), ()
+        self.piece = None
 
     def check_sources(self) -> None:
         """To be called where the values of the parameters are used, and not their shapes alone."""
         for source, version in self.source_versions:
             if source._version != version:
                 raise CaptureError(
-                    f"a parameter used by {self.name} at {self.where} was changed in place between the forward and "
-                    "the backward; update parameters after the gradients have been computed"
+                    f"{self}: a parameter was changed in place between the forward and the backward. Update parameters "
+                    "after the gradients have been computed."
                 )
 
     def check_versions(self) -> None:
         for tensor, version in self.versions:
             if not tensor.is_inference() and tensor._version != version:
                 raise CaptureError(
-                    f"an input of {self.name} at {self.where} was changed in place after it had been recorded; "
-                    "use the out-of-place form of that op, or clone the tensor first"
+                    f"{self}: an input of the op was changed in place after it had been recorded. Use the out-of-place "
+                    "form of what changed it, or clone the tensor first."
                 )
 
 

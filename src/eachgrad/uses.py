@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from eachgrad import layout as lay
+from eachgrad import pieces
 from eachgrad.blocks import Block, Dense, Fold, add
 from eachgrad.errors import CaptureError
 from eachgrad.graph import mapped, tensors_in
@@ -25,12 +26,16 @@ def blocks(use: Use, g: Tensor, layout: lay.Layout, B: int, create_graph: bool =
     With `create_graph` the blocks stay attached to `g` and to the arguments of the op.
     """
     use.check_versions()
+    if use.piece is not None:
+        return pieces.blocks(
+            use.piece, str(use), g if create_graph else g.detach(), layout, use.sources, B, create_graph
+        )
     if use.rule.reads_parameters:
         use.check_sources()
     if create_graph and use.rule.bind(use.args, use.kwargs).get("scale_grad_by_freq"):
         raise CaptureError(
-            f"create_graph=True, but {use.name} at {use.where} has scale_grad_by_freq: what torch computes for it is no "
-            "derivative that could be differentiated again"
+            f"create_graph=True, but {use} has scale_grad_by_freq: what torch computes for it is no derivative that could "
+            "be differentiated again. Leave the option out, or ask without create_graph."
         )
     try:
         found = _by_rule(use, g if create_graph else g.detach(), layout, B, create_graph)
@@ -67,13 +72,12 @@ def _by_rule(use: Use, g: Tensor, layout: lay.Layout, B: int, create_graph: bool
 
 def _by_dense_rule(use: Use, g: Tensor) -> list[Block | None]:
     """A dense rule guesses which arguments hold samples: its sum over samples must be the op's derivative."""
-    out, leaves = replay(use)
-    whole = torch.autograd.grad(out, leaves, g.to(out.dtype), allow_unused=True)
+    whole = derivative(use, g)
     found: Any = use.rule.function(g, use.args, use.kwargs, use.sources, use.samples)
     for block, total in zip(found, whole, strict=True):
         if total is not None and not _close(block.dense().sum(0), total):
             raise NeedsLoop
-    return list(found)
+    return [Dense(block.dense(), "by vmap") for block in found]
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
@@ -144,8 +148,8 @@ def _by_loop(use: Use, g: Tensor, layout: lay.Layout, B: int, create_graph: bool
     floating = [t for t in tensors_in((use.args, use.kwargs)) if t.is_floating_point() or t.is_complex()]
     if not all(bool(t.isfinite().all()) for t in (g, *floating)):
         raise CaptureError(
-            f"a sample is not finite, and {use.name} at {use.where} is differentiated one sample after another, where "
-            "NaN and inf would spread to the others: leave such samples out"
+            f"a sample is not finite, and {use}, is differentiated one sample after another, where NaN and inf would "
+            "spread to the others: leave such samples out"
         )
     out, leaves = replay(use, create_graph)
     rows, options = [], {"retain_graph": True, "allow_unused": True, "create_graph": create_graph}
@@ -154,9 +158,19 @@ def _by_loop(use: Use, g: Tensor, layout: lay.Layout, B: int, create_graph: bool
             own = torch.where(owner == i, g, torch.zeros_like(g))
             rows.append(torch.autograd.grad(out, leaves, own.to(out.dtype), **options))
         return tuple(
-            Dense(torch.stack([torch.zeros_like(leaf) if row[k] is None else _plain(row[k]) for row in rows]))
+            Dense(
+                torch.stack([torch.zeros_like(leaf) if row[k] is None else _plain(row[k]) for row in rows]), "by a loop"
+            )
             for k, leaf in enumerate(leaves)
         )
+
+
+def derivative(use: Use, g: Tensor) -> Sequence[Tensor | None]:
+    """PyTorch's own derivative of the op for all samples together: a gradient for each source."""
+    if use.piece is not None:
+        return use.piece.pull(g)
+    out, leaves = replay(use)
+    return torch.autograd.grad(out, leaves, g.to(out.dtype), allow_unused=True)
 
 
 def replay(use: Use, attached: bool = False) -> tuple[Tensor, list[Tensor]]:
@@ -168,7 +182,8 @@ def replay(use: Use, attached: bool = False) -> tuple[Tensor, list[Tensor]]:
         use.check_sources()
     device, dtype = use.autocast or (use.tap.device.type, None)
     with torch.enable_grad(), torch.autocast(device, dtype, enabled=dtype is not None):
-        leaves = {id(s): s.clone() if attached else s.detach().clone().requires_grad_() for s in use.sources}
+        sources = [s for s in use.sources if isinstance(s, Tensor)]
+        leaves = {id(s): s.clone() if attached else s.detach().clone().requires_grad_() for s in sources}
 
         def fresh(t: Any) -> Any:
             if not isinstance(t, Tensor) or id(t) in leaves:

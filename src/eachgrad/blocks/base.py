@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -181,6 +181,7 @@ class Dense(Block):
     """The gradients themselves."""
 
     value: Tensor  # (B, *shape)
+    how: str = field(default="", compare=False)  # "by vmap", "by a loop": one derivative of an op for each sample
 
     def cost(self) -> plan.Cost:
         return plan.dense(*self.sizes(), self.value.element_size())

@@ -54,7 +54,9 @@ class Accumulator:
             self._running = {name: self._start(query, over) for name, query in self.queries.items()}
             self._names = list(over.parameters)
         elif self._names != list(over.parameters):
-            raise ValueError("the micro-batches are of models with other parameters")
+            raise ValueError(
+                "the micro-batches are of models with other parameters: gather each model's in an Accumulator of its own"
+            )
         every = list(self._running.values())
         for running in every:
             running.begin(batch_size, costs)

@@ -71,7 +71,10 @@ class RunningVariance(Running):
 
     def answer(self) -> dict[str, Tensor]:
         if self.samples <= self.unbiased:
-            raise ValueError(f"an unbiased variance needs two samples at least, not {self.samples}")
+            raise ValueError(
+                f"an unbiased variance needs two samples at least, not {self.samples}: ask a larger batch, or pass "
+                "unbiased=False"
+            )
         return {name: self.moments[name].squares / (self.samples - self.unbiased) for name in self.over.parameters}
 
 

@@ -41,7 +41,7 @@ def check_direction(direction: Mapping[str, Tensor], over: Over) -> dict[str, Te
         counts[name] = len(v) if v.ndim > len(shape) else None
         found[known] = found[known] + v if known in found else v
     if len(set(counts.values())) > 1:
-        raise ValueError(f"the same number of directions for every name, not {counts}")
+        raise ValueError(f"give the same number of directions for every name, not {counts} (None: one, without a K)")
     return found
 
 
@@ -92,7 +92,10 @@ class RunningShares(PerSample):
             raise ValueError(f"positions differ in number: {counts}. Choose among the parameters with select().")
         earlier = {rows[0].shape[1] for rows in self.batches.values()}
         if earlier and earlier != set(counts.values()):
-            raise ValueError(f"the batches differ in the number of positions: {earlier.pop()}, then {counts}")
+            raise ValueError(
+                f"the batches differ in the number of positions: {earlier.pop()}, then {counts}. Pad them to one length, or "
+                "ask each for itself."
+            )
 
     def end(self) -> None:
         shares = [value for value in self.shares.values() if value is not None]
@@ -134,7 +137,9 @@ class Gram(Query):
     def start(self, over: Over) -> Running:
         if self.other is not None and set(over.parameters) != set(self.other):
             only = sorted(set(over.parameters) ^ set(self.other))
-            raise ValueError(f"gram is of the same parameters; only one side has {only}")
+            raise ValueError(
+                f"gram is of the same parameters; only one side has {only}. Choose the same on both sides with select()."
+            )
         return RunningGram(over, self.other)
 
 

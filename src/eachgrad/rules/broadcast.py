@@ -51,6 +51,7 @@ _NAMES = [
     "clamp_max",
     "heaviside",
     "ldexp",
+    "xlog1py",
 ]
 _OPERATORS = (
     "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__ __div__ __pow__ __rpow__"
@@ -73,6 +74,15 @@ _IN_PLACE = [
     "clip_",
     "clamp_min_",
     "clamp_max_",
+    "atan2_",
+    "arctan2_",
+    "hypot_",
+    "copysign_",
+    "fmod_",
+    "remainder_",
+    "xlogy_",
+    "float_power_",
+    "ldexp_",
     "__iadd__",
     "__isub__",
     "__imul__",
@@ -88,7 +98,7 @@ IN_PLACE = {
     for name in _IN_PLACE
     if hasattr(torch.Tensor, name)
 }
-for _owner, _names in ((torch, _NAMES), (torch.Tensor, [*_NAMES, *_OPERATORS.split()])):
+for _owner, _names in ((torch, _NAMES), (torch.special, _NAMES), (torch.Tensor, [*_NAMES, *_OPERATORS.split()])):
     BROADCAST.update(getattr(_owner, name) for name in _names if hasattr(_owner, name))
 BROADCAST.update(IN_PLACE)
 
@@ -108,14 +118,34 @@ def _expand(g: Tensor, input: Tensor, *sizes: int, batch_dim: int) -> dict[str, 
     return {"input": Dense(value.reshape(len(g), *input.shape))}
 
 
-@composite(torch.Tensor.expand_as)
-def _expand_as(input: Tensor, other: Tensor) -> Tensor:
-    return input.expand(other.shape)
-
-
 @composite(torch.broadcast_to, torch.Tensor.broadcast_to)
 def _broadcast_to(input: Tensor, size: tuple[int, ...]) -> Tensor:
     return input.expand(size)
+
+
+@composite(torch.broadcast_tensors)
+def _broadcast_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Each of them where nothing is chosen from the others: so a parameter meets those that hold samples."""
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    everywhere = torch.ones(shape, dtype=torch.bool, device=tensors[0].device)
+    found = []
+    for k, t in enumerate(tensors):
+        spread = t.expand(shape)
+        for other in (*tensors[:k], *tensors[k + 1 :]):
+            spread = torch.where(everywhere, spread, other).to(t.dtype)
+        found.append(spread)
+    return tuple(found)
+
+
+@composite(torch.meshgrid)
+def _meshgrid(*tensors: Any, indexing: str | None = None) -> tuple[Tensor, ...]:
+    if len(tensors) == 1 and not isinstance(tensors[0], Tensor):
+        tensors = tuple(tensors[0])
+    n = len(tensors)
+    grids = torch.broadcast_tensors(
+        *(t.reshape([-1 if k == j else 1 for j in range(n)]) for k, t in enumerate(tensors))
+    )
+    return tuple(t.transpose(0, 1) for t in grids) if indexing == "xy" and n > 1 else tuple(grids)
 
 
 @composite(torch.Tensor.repeat, torch.tile, torch.Tensor.tile)
@@ -125,7 +155,10 @@ def _repeat(input: Tensor, *sizes: int) -> Tensor:
     shape = [1] * (len(repeats) - input.ndim) + list(input.shape)
     pairs = [k for r, n in zip(repeats, shape, strict=True) for k in (r, n)]
     spread = input.reshape([k for n in shape for k in (1, n)]).expand(pairs)
-    return spread.reshape([r * n for r, n in zip(repeats, shape, strict=True)])
+    # A copy, as torch's own is: what follows may view it, or change it.
+    return spread.reshape([r * n for r, n in zip(repeats, shape, strict=True)]).clone(
+        memory_format=torch.contiguous_format
+    )
 
 
 @composite(F.prelu, torch.prelu, torch.Tensor.prelu)
@@ -145,6 +178,11 @@ def _masked_fill(input: Tensor, mask: Tensor, value: Tensor | float) -> Tensor:
 @composite(torch.Tensor.masked_fill_)
 def _masked_fill_in_place(input: Tensor, mask: Tensor, value: Tensor | float) -> Tensor:
     return input.copy_(_masked_fill(input.clone(), mask, value))
+
+
+@composite(torch.Tensor.fill_)
+def _fill_in_place(input: Tensor, value: Tensor) -> Tensor:
+    return input.copy_(value)
 
 
 @composite(torch.max, torch.Tensor.max)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eachgrad.blocks import Block, Rows
+from eachgrad.errors import UnsupportedOp
 from eachgrad.rules.registry import Arguments, composite, rule
 
 
@@ -62,6 +63,19 @@ def _rows(table: Tensor, index: Tensor) -> Tensor:
     return F.embedding(index, table.reshape(len(table), -1)).reshape(*index.shape, *table.shape[1:])
 
 
+@composite(
+    torch.sparse.mm, torch.mm, torch.Tensor.mm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__,
+)  # fmt: skip
+def _sparse_mm(input: Tensor, other: Tensor, *rest: Any) -> Tensor:
+    """A sparse matrix times a table: the rows that its entries name, weighted and added up."""
+    if input.layout is torch.strided or input.ndim != 2 or other.layout is not torch.strided or other.ndim != 2 or rest:
+        return NotImplemented
+    entries = input.to_sparse_coo().coalesce()
+    row, column = entries.indices()
+    rows = F.embedding(column, other) * entries.values().unsqueeze(1)
+    return rows.new_zeros(len(input), other.shape[1]).index_add(0, row, rows)
+
+
 @composite(F.embedding_bag)
 def _embedding_bag(
     input: Tensor,
@@ -78,7 +92,10 @@ def _embedding_bag(
 ) -> Tensor:
     """Look up, then reduce each bag: a bag without entries is zero, and padding takes no part."""
     if scale_grad_by_freq:
-        return NotImplemented
+        raise UnsupportedOp(
+            "embedding_bag with scale_grad_by_freq: PyTorch's gradient on the CPU divides by the counts of other ids, so "
+            "that there is none to agree with. Use Embedding with scale_grad_by_freq and sum or average its rows."
+        )
     if input.ndim == 2:
         bag = torch.arange(len(input), device=input.device).repeat_interleave(input.shape[1])
         bags, input = len(input), input.reshape(-1)
@@ -94,5 +111,15 @@ def _embedding_bag(
     if padding_idx is not None:
         keep = input != padding_idx % len(weight)
     index = bag[keep].unsqueeze(1).expand(-1, rows.shape[1])
-    reduce = {"sum": "sum", "mean": "mean", "max": "amax"}[mode]
-    return rows.new_zeros(bags, rows.shape[1]).scatter_reduce(0, index, rows[keep], reduce, include_self=False)
+    rows = rows[keep]
+    zeros = rows.new_zeros(bags, rows.shape[1])
+    if mode == "max":
+        # The first of equal entries has the maximum, as in PyTorch; amax would divide its gradient among them.
+        with torch.no_grad():
+            largest = zeros.scatter_reduce(0, index, rows, "amax", include_self=False)
+            place = torch.arange(len(rows), device=rows.device).unsqueeze(1).expand_as(rows)
+            place = place.masked_fill(rows != largest[bag[keep]], len(rows))
+            none = index.new_full(zeros.shape, len(rows))
+            first = none.scatter_reduce(0, index, place, "amin")
+        return torch.cat([rows, rows.new_zeros(1, rows.shape[1])]).gather(0, first)
+    return zeros.scatter_reduce(0, index, rows, mode, include_self=False)

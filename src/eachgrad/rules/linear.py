@@ -47,6 +47,14 @@ def _linear(g: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None
     return {"weight": Outer(g, x), "bias": Dense(summed(g))}
 
 
+if hasattr(F, "linear_cross_entropy"):  # not in every version of torch
+
+    @composite(F.linear_cross_entropy)
+    def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:
+        """With options it runs in chunks, in an op of its own; without, as linear and cross_entropy."""
+        return NotImplemented if options is None else F.linear_cross_entropy(*args, **kwargs)
+
+
 @rule(torch.addmm, torch.Tensor.addmm, samples=("mat1",), values=False)
 def _addmm(
     g: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1

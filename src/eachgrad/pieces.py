@@ -1,0 +1,209 @@
+"""Pieces of a forward that have no rule: differentiated as they stand, once per sample.
+
+The gradient of one sample's loss at a piece's output is the output's gradient with every other sample's part set to
+zero. What the piece makes of it is that sample's gradient, whatever happens inside. This costs B derivatives of the
+piece, batched by vmap where its ops allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from eachgrad import layout as lay
+from eachgrad.blocks import Block, Dense
+from eachgrad.errors import CaptureError, UnsupportedOp
+from eachgrad.functions import opened
+from eachgrad.graph import Node, mapped, tensors_in
+
+Pulled = tuple[Tensor | None, ...]  # a gradient for each source
+
+_ELEMENTS = 1 << 24  # numbers in the output gradients of one batched derivative
+_grad = opened(torch.autograd.grad)
+
+
+class Piece:
+    """Turns a gradient of its output into gradients of its sources."""
+
+    loops: bool = True  # whether it may be differentiated one sample after another
+    recorded: bool = True  # whether it lies in the recorded graph, where a checkpoint may have to run again
+
+    def pull(self, g: Tensor, create_graph: bool = False) -> Pulled:
+        raise NotImplementedError
+
+    def pull_all(self, rows: Tensor) -> Pulled:
+        """The same for many gradients at once; any error means that this piece cannot be batched."""
+        raise NotImplementedError
+
+    def check(self, B: int) -> None:
+        """Raise if the piece is seen to mix samples."""
+
+
+@dataclass(eq=False)
+class Span(Piece):
+    """The graph from an output down to the sources as the op saw them."""
+
+    edge: GradientEdge
+    ends: tuple[Tensor, ...]
+    loops: bool = True
+
+    def pull(self, g: Tensor, create_graph: bool = False) -> Pulled:
+        return self._pull(g, create_graph=create_graph)
+
+    def pull_all(self, rows: Tensor) -> Pulled:
+        return self._pull(rows, is_grads_batched=True)
+
+    def _pull(self, g: Tensor, **options: bool) -> Pulled:
+        return tuple(_grad(self.edge, self.ends, g, retain_graph=True, allow_unused=True, **options))
+
+
+@dataclass(eq=False)
+class FunctionNode(Piece):
+    """One call of an autograd.Function: its own backward."""
+
+    node: Node
+    output: int
+    places: tuple[int, ...]  # of the sources among the arguments of forward
+
+    def pull(self, g: Tensor, create_graph: bool = False) -> Pulled:
+        with torch.set_grad_enabled(create_graph):
+            return self._pull(g)
+
+    def pull_all(self, rows: Tensor) -> Pulled:
+        # vmap returns no None: say which there are beforehand.
+        known = [t is not None for t in self.pull(rows[0])]
+        found = torch.func.vmap(lambda g: tuple(t for t in self._pull(g) if t is not None))(rows)
+        values = iter(found)
+        return tuple(next(values) if k else None for k in known)
+
+    def _pull(self, g: Tensor) -> Pulled:
+        outputs = [torch.zeros(tuple(m.shape), dtype=m.dtype, device=m.device) for m in self.node._input_metadata]
+        outputs[self.output] = g
+        found = self.node.apply(*outputs)
+        found = found if isinstance(found, tuple) else (found,)
+        return tuple(found[k] for k in self.places)
+
+
+@dataclass(eq=False)
+class Scripted(Piece):
+    """One call of a scripted or traced module, run again: its ops cannot be seen."""
+
+    module: nn.Module
+    path: str
+    args: tuple
+    output: int | None
+    sources: tuple[Tensor, ...]
+    recorded: bool = False
+    _out: Tensor | None = field(default=None, repr=False)
+
+    def pull(self, g: Tensor, create_graph: bool = False) -> Pulled:
+        if create_graph:
+            raise CaptureError(
+                f"create_graph=True, but the scripted module {self.path!r} is run apart: record its source"
+            )
+        with torch.enable_grad():
+            out = self._again()
+        return tuple(_grad(out, self.sources, g, retain_graph=True, allow_unused=True))
+
+    def _again(self) -> Tensor:
+        if self._out is None:
+            self._out = self._run(lambda t: t)
+        return self._out
+
+    def _run(self, cut: Callable[[Tensor], Tensor]) -> Tensor:
+        found = self.module(*mapped(lambda t: cut(t.detach()), self.args))
+        return found if self.output is None else found[self.output]
+
+    def check(self, B: int) -> None:
+        """Each sample alone must give its part of the output: nothing else shows what a script does."""
+        with torch.enable_grad():
+            whole = self._again().detach()
+        sizes = {len(t) if t.ndim else None for t in tensors_in(self.args)}
+        if sizes == {B} and whole.ndim and len(whole) == B:
+            with torch.no_grad():
+                rows = [self._run(lambda t, i=i: t[i : i + 1]).detach() for i in range(B)]
+            scale = float(whole.abs().amax()) if whole.numel() else 0.0
+            slack = 1e3 * torch.finfo(whole.dtype).eps * max(scale, 1e-30)
+            if all(r.shape[1:] == whole.shape[1:] and len(r) == 1 for r in rows):
+                gap = (torch.cat(rows) - whole).abs()
+                if not gap.numel() or float(gap.amax()) <= slack:
+                    return
+        raise CaptureError(
+            f"the scripted module {self.path!r} computes something else for a sample alone than in the batch, or not with "
+            "the samples first (batch statistics, dropout): its ops cannot be seen, so record the nn.Module it was made "
+            "from"
+        )
+
+
+def blocks(
+    piece: Piece, what: str, g: Tensor, layout: lay.Layout, like: tuple[Any, ...], B: int, create_graph: bool
+) -> tuple[Block, ...]:
+    """A dense block for each source of the piece; `like` says their shapes and dtypes."""
+    finite = g.isfinite()
+    if not bool(finite.all()):
+        raise CaptureError(
+            f"a sample is not finite, and {what}, is differentiated one sample after another, where NaN and inf would "
+            "spread to the others: leave such samples out"
+        )
+    piece.check(B)
+    owner = lay.owners(layout, g.shape, g.device)
+
+    def rows(first: int, last: int) -> Tensor:
+        which = torch.arange(first, last, device=g.device).view(-1, *[1] * g.ndim)
+        return torch.where(owner == which, g, torch.zeros_like(g))
+
+    found, how = None if create_graph else _batched(piece, rows, g, B), "by vmap"
+    if found is None:
+        how = "by a loop"
+        if not piece.loops:
+            raise UnsupportedOp(
+                f'{what}: the op cannot be batched by vmap: pass record(fallback="loop"), or write a rule for it'
+            )
+        each = [piece.pull(rows(i, i + 1)[0], create_graph) for i in range(B)]
+        found = tuple(_stacked([row[k] for row in each]) for k in range(len(like)))
+    return tuple(
+        Dense(torch.zeros((B, *source.shape), dtype=source.dtype, device=g.device) if t is None else t, how)
+        for t, source in zip(found, like, strict=True)
+    )
+
+
+def _batched(piece: Piece, rows: Callable[[int, int], Tensor], g: Tensor, B: int) -> Pulled | None:
+    """All samples' gradients by vmap; None where it cannot, or where their sum is not the derivative."""
+    step = max(1, _ELEMENTS // max(1, g.numel()))
+    try:
+        parts = [piece.pull_all(rows(i, min(B, i + step))) for i in range(0, B, step)]
+    except Exception:  # whatever an op says that cannot be batched: the loop says whether something is wrong
+        return None
+    found = tuple(
+        None if some[0] is None else torch.cat([_plain(t) for t in some]) for some in zip(*parts, strict=True)
+    )
+    whole = piece.pull(g)
+    for t, total in zip(found, whole, strict=True):
+        if (t is None) != (total is None) or (t is not None and total is not None and not _sums_to(t, _plain(total))):
+            return None
+    return found
+
+
+def _sums_to(rows: Tensor, total: Tensor) -> bool:
+    if rows.shape[1:] != total.shape:
+        return False
+    gap, size = (rows.sum(0) - total).abs(), rows.abs().sum(0)
+    if not gap.numel():
+        return True
+    return bool(gap.amax() <= 1e3 * torch.finfo(rows.dtype).eps * size.amax().clamp(min=1e-30))
+
+
+def _stacked(rows: list[Tensor | None]) -> Tensor | None:
+    known = next((t for t in rows if t is not None), None)
+    if known is None:
+        return None
+    return torch.stack([torch.zeros_like(_plain(known)) if t is None else _plain(t) for t in rows])
+
+
+def _plain(t: Tensor) -> Tensor:
+    return t.to_dense() if t.is_sparse else t

@@ -1,0 +1,72 @@
+"""What is refused while a forward is recorded, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from eachgrad.errors import CaptureError, UnsupportedOp
+from eachgrad.functions import op_name
+from eachgrad.graph import tensors_in
+from eachgrad.rules import RULES
+
+if TYPE_CHECKING:
+    from eachgrad.capture import Recorder
+
+
+def refuse_op(recorder: Recorder, func: Callable, t: Tensor) -> None:
+    names, op = recorder.tensors.names_of(t), op_name(func)
+    raise UnsupportedOp(
+        f"parameter {names[0]!r} {tuple(t.shape)} is used by {op} at {recorder.place()}, which has no rule. Write one "
+        f"with @eachgrad.rule (docs/add_a_rule.md), or allow the dense route for it with "
+        f'eachgrad.rule({op})(eachgrad.via_vmap({op})), or for this recording with record(fallback="vmap").'
+    )
+
+
+def check_derivative(recorder: Recorder, func: Callable, args: tuple, kwargs: dict) -> None:
+    if kwargs.get("create_graph") or any(args[4:5]) or func is not torch.autograd.grad:
+        raise CaptureError(
+            f"{op_name(func)} at {recorder.place()} takes a derivative inside the record block, of which the loss may "
+            "depend: parameters are used in its backward, where they cannot be followed. Leave derivatives out of the "
+            "loss."
+        )
+
+
+def check_batch_norm(recorder: Recorder, func: Callable, args: tuple, kwargs: dict) -> None:
+    if func not in (F.batch_norm, torch.batch_norm) or recorder.batch_size == 1:
+        return
+    if isinstance(args[0], Tensor) and recorder.tensors.carrier(args[0]) == "pure":  # weight standardisation
+        return
+    training = args[5] if func is torch.batch_norm else RULES[func].bind(args, kwargs)["training"]
+    if training:
+        named = [
+            recorder.tensors.parameters[id(t)]
+            for t in tensors_in((args, kwargs))
+            if id(t) in recorder.tensors.parameters
+        ]
+        about = f" (parameters {', '.join(map(repr, named))})" if named else ""
+        raise UnsupportedOp(
+            f"batch_norm{about} at {recorder.place()}, {_why_training(recorder.place().module)}: it mixes the samples of a "
+            "batch, so that no sample has a gradient of its own. Call eval() on it, or use GroupNorm, LayerNorm or "
+            "InstanceNorm."
+        )
+
+
+def _why_training(module: nn.Module | None) -> str:
+    if module is not None and not module.training:
+        return (
+            "keeps no running statistics (track_running_stats=False), and computes them over the batch in eval mode too"
+        )
+    return "is in training mode"
+
+
+def check_nested(recorder: Recorder, func: Callable, args: tuple, kwargs: dict, sources: list[Tensor]) -> None:
+    if any(t.is_nested for t in tensors_in((args, kwargs))):
+        raise UnsupportedOp(
+            f"parameter {recorder.tensors.names_of(sources[0])[0]!r} is used by {op_name(func)} at {recorder.place()} with "
+            "a nested tensor. Pass its values() through the layer and compute with the offsets, or pad it."
+        )
