@@ -292,6 +292,25 @@ def test_an_op_without_a_rule_by_the_fallback(fallback, shape):
     assert all("by vmap" in row.representation for row in rows)
 
 
+def test_explain_and_verify_take_the_fallback():
+    model, x = Net(blended, fc=lin(), w=w()), torch.randn(B, d)
+    assert eachgrad.verify(model, losses, x, fallback="vmap", quiet=True).ok
+    found = eachgrad.explain(model, losses, x, fallback="vmap")
+    assert "one derivative of the op for each sample, by vmap" in str(found)
+    with pytest.raises(UnsupportedOp, match="blend"):
+        eachgrad.explain(model, losses, x)
+
+
+def test_the_cost_of_a_piece_is_counted():
+    model, x = Net(lambda m, x: torch.vmap(m.fc)(x), fc=nn.Linear(d, d, bias=False)), torch.randn(B, T, d)
+    found = eachgrad.explain(model, losses, x, query="norms")
+    (row,) = found.rows
+    assert row.flops == found.formed
+    assert row.flops == pytest.approx(
+        (B + 1) * 2 * B * T * d * d, rel=0.01
+    )  # the whole batch for each sample, and a check
+
+
 def test_an_op_that_cannot_be_batched_needs_the_loop():
     model = Net(lambda m, x: unbatched(x, m.w), w=w())
     with pytest.raises(UnsupportedOp, match=r"unbatched.*cannot be batched.*fallback=\"loop\""):

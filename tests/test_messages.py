@@ -200,6 +200,18 @@ class ByHand(torch.autograd.Function):
         return g @ ctx.inner.weight, None
 
 
+class ByBackward(ByHand):
+    """A checkpoint made by hand: its backward runs a backward."""
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.inner(x), g)  # here
+        assert x.grad is not None
+        return x.grad, None
+
+
 class Plain(nn.Module):
     def __init__(self):
         super().__init__()
@@ -377,6 +389,7 @@ def about(name: str, error: type[Exception], program: Callable, *found: str, the
 
 LINEAR = "torch.nn.functional.linear"
 IN_FUNCTION = f"at {__file__}:{Product.forward.__code__.co_firstlineno}"
+IN_SCRIPT = "'encoder.block.script' (RecursiveScriptModule)"
 IN_FC = "'encoder.block.fc' (Linear)"
 # fmt: off
 IN_THE_MODEL = [
@@ -399,7 +412,7 @@ IN_THE_MODEL = [
     inside(
         "batch norm without running statistics", UnsupportedOp,
         lambda m, x: m.norm.eval()(m.fc(x)),
-        "norm.weight", "batch_norm", "track_running_stats=False", then="use GroupNorm",
+        "norm.weight", "batch_norm", "keeps no running statistics", then="Build it with track_running_stats=True",
         module="'encoder.block.norm' (BatchNorm1d)", x=X,
         parts={"norm": made(nn.BatchNorm1d, d, track_running_stats=False)},
     ),
@@ -407,12 +420,12 @@ IN_THE_MODEL = [
         "embedding bag scaled by frequencies", UnsupportedOp,
         lambda m, x: m.table(x),
         "table.weight", "embedding_bag", "scale_grad_by_freq", then="Use Embedding",
-        module="'encoder.block.table' (EmbeddingBag)", lacks="parameter place module", x=IDS,
+        module="'encoder.block.table' (EmbeddingBag)", x=IDS,
         parts={"table": made(nn.EmbeddingBag, 4, d, scale_grad_by_freq=True)},
     ),
     inside(
         "derivative in the forward", CaptureError, penalised,
-        "fc.weight", "grad at", "takes a derivative", then="Leave derivatives out of the loss", lacks="parameter",
+        "fc.weight", "torch.autograd.grad", "takes a derivative", then="Leave derivatives out of the loss",
     ),
     inside(
         "torch.func.grad in the forward", UnsupportedOp,
@@ -422,39 +435,61 @@ IN_THE_MODEL = [
     inside(
         "scripted function", UnsupportedOp,
         lambda m, x: x * scripted(plus)(x, m.w),
-        "w", "Add", "hides its ops", then="call the Python function it was made from", lacks="place module",
+        "w", "Add", "hides its ops", then="call the Python function it was made from",
     ),
     inside(
         "scripted module that mixes samples", CaptureError,
         lambda m, x: m.script(x),
         "script.w", "scripted module 'encoder.block.script'", "for a sample alone",
-        then="record the nn.Module it was made from", lacks="parameter place module", x=X,
+        then="record the nn.Module it was made from", x=X, module=IN_SCRIPT,
         parts={"script": lambda: scripted(Centred())},
     ),
     inside(
         "scripted module that returns a dict", CaptureError,
         lambda m, x: m.script(x)["out"],
         "script.w", "scripted module 'encoder.block.script'", "returns a dict",
-        then="return tensors, or record its source", lacks="parameter place module", x=X,
+        then="return tensors, or record the nn.Module", x=X, module=IN_SCRIPT,
         parts={"script": lambda: scripted(Named())},
     ),
     inside(
         "scripted module of a parameter", CaptureError,
         lambda m, x: x * m.script(m.w[None]),
         "w", "scripted module 'encoder.block.script'", then="record the nn.Module it was made from",
-        lacks="place module", x=X, parts={"script": lambda: scripted(Plain())},
+        module=IN_SCRIPT, x=X, parts={"script": lambda: scripted(Plain())},
     ),
     inside(
         "scripted module differentiated again", CaptureError,
         lambda m, x: m.script(x),
-        "script.w", "scripted module 'encoder.block.script'", "create_graph=True", then="record its source",
-        lacks="parameter place module", x=X, parts={"script": lambda: scripted(Plain())}, create_graph=True,
+        "script.w", "scripted module 'encoder.block.script'", "create_graph=True",
+        then="record the nn.Module it was made from", module=IN_SCRIPT, x=X,
+        parts={"script": lambda: scripted(Plain())}, create_graph=True,
     ),
     inside(
         "gradient set by hand in a backward", CaptureError,
         lambda m, x: m.last(ByHand.apply(m.first(x), m.fc)),
         "fc.weight", "ByHand", "inside another op's backward", then="use torch.utils.checkpoint",
-        lacks="op place module", parts={"first": linear(d, d), "last": linear(d, d)},
+        at=f"at {__file__}:{ByHand.forward.__code__.co_firstlineno}", module="",
+        parts={"first": linear(d, d), "last": linear(d, d)},
+    ),
+    inside(
+        "backward in a backward", CaptureError,
+        lambda m, x: m.last(ByBackward.apply(m.first(x), m.fc)),
+        "", "torch.autograd.backward", "in the backward of another op",
+        at=f"at {__file__}:{line_of(ByBackward.backward)}", module="", then="use torch.utils.checkpoint",
+        parts={"first": linear(d, d), "last": linear(d, d)},
+    ),
+    inside(
+        "backward in a backward below every layer", CaptureError,
+        lambda m, x: m.last(ByBackward.apply(x.requires_grad_(), m.fc)),
+        "", "torch.autograd.backward", "in the backward of another op",
+        at=f"at {__file__}:{line_of(ByBackward.backward)}", module="", then="use torch.utils.checkpoint",
+        parts={"last": linear(d, d)},
+    ),
+    inside(
+        "gradient set by hand below every layer", CaptureError,
+        lambda m, x: ByHand.apply(x.requires_grad_(), m.fc),
+        "fc.weight", "ByHand", "inside another op's backward", then="use torch.utils.checkpoint",
+        at=f"at {__file__}:{ByHand.forward.__code__.co_firstlineno}", module="",
     ),
     inside(
         "input changed in place", CaptureError, changed_later,
@@ -476,12 +511,12 @@ IN_THE_MODEL = [
         "mean over the batch after an autograd.Function", CaptureError,
         lambda m, x: (h := Product.apply(x, m.w)) - h.mean(0),
         "w", "Product", "mixes the samples", "ops right after it: mean, sub", at=IN_FUNCTION,
-        then="leave them out of the recorded loss", lacks="module",
+        then="leave them out of the recorded loss",
     ),
     inside(
         "autograd.Function outside the block", CaptureError,
         lambda m, x: m.fc(x),
-        "w", "Product", "autograd.Function", at=IN_FUNCTION, then="out of the recorded loss", lacks="module", x=X,
+        "w", "Product", "autograd.Function", at=IN_FUNCTION, then="out of the recorded loss", module="", x=X,
         run=penalty_outside,
     ),
     inside(
@@ -502,13 +537,18 @@ IN_THE_MODEL = [
     ),
     inside(
         "derived in a reentrant checkpoint", CaptureError, kept_apart,
-        "w", "torch.Tensor.mul", "reentrant checkpoint", then="pass use_reentrant=False",
-        lacks="parameter op place module", check=True,
+        "w", "torch.Tensor.expand", "reentrant checkpoint", module="", then="Pass use_reentrant=False",
+        check=True,
     ),
     inside(
         "autograd.Function in a reentrant checkpoint", CaptureError,
         lambda m, x: checkpoint(lambda h: Product.apply(h, m.w), x.requires_grad_(), use_reentrant=True),
         "w", "Product", "reentrant checkpoint", then="pass use_reentrant=False", lacks="op place module",
+    ),
+    inside(
+        "vmap in a reentrant checkpoint", CaptureError,
+        lambda m, x: checkpoint(lambda h: torch.vmap(lambda r: r * m.w)(h), x.requires_grad_(), use_reentrant=True),
+        "w", "torch.Tensor.mul", "reentrant checkpoint", then="Pass use_reentrant=False", module="",
     ),
     inside(
         "nested tensor", UnsupportedOp,
@@ -544,7 +584,7 @@ IN_THE_MODEL = [
     inside(
         "sample that is not finite in an autograd.Function", CaptureError,
         lambda m, x: Product.apply(x, m.w).tanh(),
-        "w", "Product", "not finite", at=IN_FUNCTION, then="leave such samples out", lacks="module",
+        "w", "Product", "not finite", at=IN_FUNCTION, then="leave such samples out",
         x=with_nan(B, T, d),
     ),
     inside(
@@ -574,7 +614,6 @@ IN_THE_MODEL = [
         "gradients too small for call_for_per_sample_grads", CaptureError,
         lambda m, x: m.fc(x),
         "fc.weight", LINEAR, "e-321 are too small for torch.float64", then="scale the losses up", module=IN_FC,
-        lacks="parameter op place module",
         run=lambda model, x: (call_for_per_sample_grads(model)(x).square().sum() * 1e-321).backward(),
     ),
     inside(
@@ -586,7 +625,6 @@ IN_THE_MODEL = [
     about(
         "encoder on its fast path", CaptureError, lambda: answer(encoder(), torch.randn(B, T, 4)),
         "TransformerEncoder", "src_key_padding_mask", "'encoder.block.inner'", then="enable_nested_tensor=False",
-        lacks="'encoder.block.inner'",
     ),
 ]
 THE_LOSS = [
@@ -597,7 +635,7 @@ THE_LOSS = [
     about("losses of folded tokens", CaptureError, of_losses(lambda out: out.sum(-1).flatten()), "12 losses", "(3, 4)",
           then="reduce the losses to one per sample, or say record(model, batch_size=12)"),
     about("no losses", CaptureError, of_losses(lambda out: score(out)[:0]), "no losses: an empty batch",
-          then="skip", lacks="skip"),
+          then="skip it"),
     about("complex losses", CaptureError, of_losses(lambda out: score(out) * 1j), "losses are real numbers",
           then="take the absolute value or the real part"),
     about("losses without a gradient", CaptureError, of_losses(lambda out: score(out).detach()),
@@ -610,7 +648,7 @@ THE_LOSS = [
           "'encoder.block.fc.weight'", "TBackward0 in the autograd graph", "outside the record block",
           then="Run the forward inside the record block"),
     about("losses with a reduction", ValueError, afterwards(lambda tape, losses: tape.backward(losses, "sum")),
-          "loss_reduction", "one per sample", then="leave it out", lacks="leave it out"),
+          "loss_reduction", "one per sample", then="leave it out"),
     about("number without a reduction", ValueError, of_number(torch.sum, None), "a loss that is one number",
           then='loss_reduction="sum" or "mean"'),
     about("number with an unknown reduction", ValueError, of_number(torch.sum, "none"), "'none'",
@@ -630,8 +668,7 @@ THE_LOSS = [
           of_number(torch.sum, make=lambda: nested(net(lambda m, x: m.fc(x).sum(0)[:2], fc=linear(d, d))), x=TOKENS),
           "outputs (2, 5) for a batch of 3", then="or use eachgrad.record and pass one loss per sample"),
     about("number that compares samples", CaptureError, of_number(lambda out: (out @ out.T).logsumexp(1).sum()),
-          "the loss mixes samples", "contrastive", then="Leave that part out of the recorded loss",
-          lacks="Leave that part out of the recorded loss"),
+          "the loss mixes samples", "contrastive", then="Leave that part out of the recorded loss"),
     about("number that compares samples by an op that cannot be read", CaptureError,
           of_number(lambda out: torch.linalg.svdvals(out).sum()),
           "the loss mixes samples", "gradient at one sample's outputs", then="Leave that part out of the recorded loss"),
@@ -743,7 +780,7 @@ QUERIES = [
           "'encoder.block.fc.bias' are sums over positions", then="Leave them out with select()"),
     about("positions of one bias", ValueError,
           asked(lambda grads: grads["encoder.block.fc.bias"].dot(torch.ones(d), positions=True)),
-          "'encoder.block.fc.bias' are sums over positions", then="without positions", lacks="without positions"),
+          "'encoder.block.fc.bias' are sums over positions", then="Ask without positions"),
     about("numbers of positions that differ", ValueError,
           lambda: (grads := answer(nested(net(lambda m, x: m.b(m.a(x).sum(1, keepdim=True)),
                                               a=linear(d, 2, False), b=linear(2, 2, False))), TOKENS())
@@ -754,7 +791,7 @@ QUERIES = [
     about("Gram matrix of other shapes", ValueError,
           asked(lambda grads: grads["encoder.block.fc.bias"].gram(grads["encoder.block.fc.weight"])),
           "'encoder.block.fc.bias' has the shape (5,) on one side and (5, 5) on the other",
-          then="of the same parameter", lacks="of the same parameter"),
+          then="ask for the gradients of the same parameter"),
     about("projection to nothing", ValueError, asked(lambda grads: grads.project(0)), "not 0",
           then="dim is a positive number"),
     about("unknown projection", ValueError, asked(lambda grads: grads.project(2, kind="dense")), "'dense'",

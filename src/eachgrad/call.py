@@ -26,7 +26,7 @@ from eachgrad.cover import Solved, accept
 from eachgrad.errors import CaptureError
 from eachgrad.graph import graph_nodes, named_trainable
 from eachgrad.passes import Passes, grads_untouched, marked
-from eachgrad.solve import blocks_of
+from eachgrad.solve import blocks_of, placed
 from eachgrad.tape import Tape
 
 # parameter -> the backward that gave it its grad_sample, and the call that backward was for
@@ -262,7 +262,7 @@ class _Call:
             if not g.numel():
                 return
             use = recorder.uses[n]
-            item = Solved(use, g, evidence.place(n, g, use.strong))
+            item = Solved(use, g, placed(evidence, n, g, use))
             evidence.forget(n)
             if not use.strong or use.aliases or use.ways is not None:
                 held.append(item)

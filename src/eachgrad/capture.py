@@ -42,7 +42,7 @@ from eachgrad.graph import Carried, Node, depends, own_history, replace, same, t
 from eachgrad.rules import BROADCAST, COMPOSITES, RULES
 from eachgrad.rules.broadcast import IN_PLACE
 from eachgrad.rules.recurrent import bare, meet, twice, use_at
-from eachgrad.rules.registry import as_called
+from eachgrad.rules.registry import NoRule, as_called
 from eachgrad.signature import Signature
 from eachgrad.tensors import Tensors
 from eachgrad.use import Begin, Tap, Use, autocast_of, version_of
@@ -88,7 +88,7 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.OpOverloadPacket):
             func = as_called(func)
-        if self.replaying and func is torch.autograd.backward:  # a reentrant checkpoint's own, maybe around another
+        if self.on_recompute is not None and func is torch.autograd.backward:  # a reentrant checkpoint's own
             with self:
                 return opened(func)(*args, **kwargs)
         func, args = plainer(func, args)
@@ -181,13 +181,17 @@ class Recorder(TorchFunctionMode):
 
     def _met(self, func: Callable, args: tuple, kwargs: dict, sources: list[Tensor], strong: bool) -> Any:
         """The op's result with its uses recorded, or NotImplemented where nothing is known about it."""
+        refusals.check_nested(self, func, args, kwargs, sources)
         changed = args[0] if func in IN_PLACE or func is torch.Tensor.masked_fill_ else None
         if not strong and any(changed is t for t in sources):
             return NotImplemented  # a carrier that is changed in place by constants, most likely
         if func in COMPOSITES:
             opaque = self.tensors.opaque
             with self, self.signature.trusting():
-                out = COMPOSITES[func](*args, **kwargs)
+                try:
+                    out = COMPOSITES[func](*args, **kwargs)
+                except NoRule as error:
+                    refusals.refuse_call(self, func, sources[0], error)
             self.tensors.opaque = opaque  # what a composite hides is known
             if out is not NotImplemented:
                 return out
@@ -228,7 +232,6 @@ class Recorder(TorchFunctionMode):
         return self._record(torch.Tensor.expand, (t, tuple(shape)), {}, [t], strong)
 
     def _record(self, func: Callable, args: tuple, kwargs: dict, sources: list[Tensor], strong: bool) -> Tensor:
-        refusals.check_nested(self, func, args, kwargs, sources)
         self.rerun = self.rerun or self.replaying
         originals = {id(t): t for t in sources}
         seen, aliases, stable = {}, [], {}

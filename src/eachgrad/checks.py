@@ -60,7 +60,7 @@ def check_losses(losses: Tensor) -> None:
             f"losses has shape {tuple(losses.shape)}: reduce it to one loss per sample, (B,), or to one number"
         )
     if losses.ndim == 1 and len(losses) == 0:
-        raise CaptureError("no losses: an empty batch has no gradients")
+        raise CaptureError("no losses: an empty batch has no gradients, so skip it")
     if losses.is_complex():
         raise CaptureError("losses are real numbers: take the absolute value or the real part")
     if not losses.requires_grad:

@@ -203,6 +203,7 @@ def explain(
     memory: int | str | None = None,
     batch_dim: int = 0,
     loss_reduction: str | None = None,
+    fallback: str = "refuse",
 ) -> Explanation:
     """What `query` costs for this model and batch: one row per use of a parameter, and totals. Print it.
 
@@ -213,7 +214,8 @@ def explain(
 
     _check(query)  # before any work
     forward, backward = FlopCounterMode(display=False), FlopCounterMode(display=False)
-    with record(model, batch_dim=batch_dim, memory=memory) as tape, footprint.Saved(tape.recorder) as saved, forward:
+    tape = record(model, batch_dim=batch_dim, memory=memory, fallback=fallback)
+    with tape, footprint.Saved(tape.recorder) as saved, forward:
         losses = call_loss(model, loss_fn, batch)
     with backward:
         grads = tape.backward(losses, loss_reduction)

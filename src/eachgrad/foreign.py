@@ -65,12 +65,14 @@ def record_function(recorder: Recorder, node: Node) -> None:
     ways = tuple(below for (below, _), kind in zip(edges, kinds, strict=True) if kind is None)
     strong = bool(ways) or node in recorder.tensors.certain
     function: Any = node._forward_cls
-    code = function.forward.__code__
+    code, here = function.forward.__code__, recorder.place()
+    # Nobody sees the call. Where its result is met in a forward, that module is named too.
+    where = Place(f"{code.co_filename}:{code.co_firstlineno}", here.module, here.root)
     for output, like in enumerate(node._input_metadata):
         tap = Tap(GradientEdge(node, output), torch.Size(like.shape), like.dtype, like.device)
         recorder.add(
             Use(
-                function, _RULE, (), {}, sources, tap, strong, Place(f"{code.co_filename}:{code.co_firstlineno}"),
+                function, _RULE, (), {}, sources, tap, strong, where,
                 recorder.ops_so_far, piece=FunctionNode(node, output, places), ways=ways, parameters=recorder.naming(sources),
             )
         )  # fmt: skip
@@ -183,8 +185,8 @@ def modules_watched(recorder: Recorder, model: nn.Module) -> Iterator[None]:
     """While this lasts, a call of a scripted part of `model` becomes a use of its parameters."""
     outermost = dict(_scripts("", model))
     hooks = [
-        m.register_forward_pre_hook(_check_encoder, with_kwargs=True)
-        for m in model.modules()
+        m.register_forward_pre_hook(partial(_check_encoder, path), with_kwargs=True)
+        for path, m in model.named_modules()
         if isinstance(m, nn.TransformerEncoder)
     ]
     if outermost:
@@ -197,7 +199,7 @@ def modules_watched(recorder: Recorder, model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def _check_encoder(module: nn.TransformerEncoder, args: tuple, kwargs: dict) -> None:
+def _check_encoder(path: str, module: nn.TransformerEncoder, args: tuple, kwargs: dict) -> None:
     """Raise where PyTorch would take its path of nested tensors, which it does not take while a mode watches."""
     given = inspect.signature(nn.TransformerEncoder.forward).bind(module, *args, **kwargs).arguments
     pad, first = given.get("src_key_padding_mask"), module.layers[0]
@@ -212,7 +214,8 @@ def _check_encoder(module: nn.TransformerEncoder, args: tuple, kwargs: dict) -> 
     if (torch.is_grad_enabled() and learns) or not torch.backends.mha.get_fastpath_enabled() or not bool(pad.any()):
         return
     raise CaptureError(
-        "TransformerEncoder without gradients, in eval mode and with src_key_padding_mask, takes a fast path of nested "
+        f"TransformerEncoder {path!r} without gradients, in eval mode and with src_key_padding_mask, takes a fast path of "
+        "nested "
         "tensors that sets padded positions to zero, and cannot take it while it is recorded. Build it with "
         "enable_nested_tensor=False, or call torch.backends.mha.set_fastpath_enabled(False)."
     )
@@ -239,13 +242,15 @@ def _script_called(
         if recorder.tensors.carrier(t) is not None:
             raise CaptureError(
                 f"the scripted module {path!r} is given something computed from parameter "
-                f"{recorder.tensors.names_of(t)[0]!r}, and its ops cannot be seen: record the nn.Module it was made from"
+                f"{recorder.tensors.names_of(t)[0]!r} at {recorder.place()}, and its ops cannot be seen: record the "
+                "nn.Module it was made from"
             )
     ways = tuple(t.grad_fn for t in tensors_in(args) if t.grad_fn is not None)
     single = isinstance(out, Tensor)
     if not single and type(out) not in (tuple, list):
         raise CaptureError(
-            f"the scripted module {path!r} returns a {type(out).__name__}: return tensors, or record its source"
+            f"the scripted module {path!r}, which uses parameter {recorder.tensors.names_of(sources[0])[0]!r} at "
+            f"{recorder.place()}, returns a {type(out).__name__}: return tensors, or record the nn.Module it was made from"
         )
     parts = []
     for k, t in enumerate([out] if single else out):

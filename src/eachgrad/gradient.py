@@ -74,7 +74,9 @@ class Gradient:
         if positions:
             found = self.dot_by_position(direction)
             if found is None:
-                raise ValueError(f"the gradients of {self.name!r} are sums over positions, or zero: they have none")
+                raise ValueError(
+                    f"the gradients of {self.name!r} are sums over positions, or zero: they have none. Ask without positions."
+                )
             return found
         many, directions = self._directions(direction)
         block = self.checked()
@@ -106,7 +108,10 @@ class Gradient:
         """<g[i], h[j]> with the gradients of the same parameter for other samples, real part: (B, B')."""
         if self.parameter.shape != other.parameter.shape:
             shapes = tuple(self.parameter.shape), tuple(other.parameter.shape)
-            raise ValueError(f"{self.name!r} has the shape {shapes[0]} on one side and {shapes[1]} on the other")
+            raise ValueError(
+                f"{self.name!r} has the shape {shapes[0]} on one side and {shapes[1]} on the other: ask for the gradients "
+                "of the same parameter"
+            )
         block, theirs = self.checked(), other.checked()
         if block is None or theirs is None or not self.parameter.numel():
             return self.zeros(self.batch_size, other.batch_size)

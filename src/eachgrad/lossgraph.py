@@ -289,7 +289,7 @@ def check(
     if state == "mixed":
         raise CaptureError(
             "the loss mixes samples: it compares or normalises the outputs of several samples (a contrastive or "
-            "batch-normalised loss). No sample has a loss of its own here."
+            "batch-normalised loss), so that no sample has a loss of its own. Leave that part out of the recorded loss."
         )
     if state == "unknown" and not measured:
         raise CaptureError(

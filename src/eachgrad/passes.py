@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from eachgrad import layout as lay
 from eachgrad.capture import Recorder
 from eachgrad.errors import CaptureError
+from eachgrad.foreign import is_function
 from eachgrad.functions import opened
 from eachgrad.graph import graph_nodes
 from eachgrad.use import Use
@@ -52,12 +54,16 @@ class Passes:
             return [found.get(n) for n in range(len(self.recorder.uses))]
         self.recorder.passes += 1
         taps = [use.tap.edge for use in self.recorder.uses]
-        if not taps:
+        # A Function's own backward may give a parameter its gradient: it must run, also where no tap lies below it.
+        functions = [] if create_graph else [node for node in self.nodes if is_function(node)]
+        below = [GradientEdge(n, k) for node in functions for n, k in node.next_functions if n is not None]
+        if not taps and not below:
             return []
         before = [(p.grad, p.grad._version if p.grad is not None else 0) for p in self.recorder.leaves]
         with self.recorder.replay():
             keep = keep or create_graph
-            gradients = grad(roots, taps, weights, retain_graph=keep, create_graph=create_graph, allow_unused=True)
+            options = {"retain_graph": keep, "create_graph": create_graph, "allow_unused": True}
+            gradients = grad(roots, [*taps, *below], weights, **options)[: len(taps)]
         if create_graph and self.recorder.rerun:
             _refuse_checkpoint()
         self._check_nothing_hidden(before)
@@ -71,17 +77,25 @@ class Passes:
             name = self.recorder.tensors.parameters[id(p)]
             if p.grad is not None and name not in attached and not self.recorder.attach:
                 raise CaptureError(
-                    f"parameter {name!r} is used inside a reentrant checkpoint where it cannot be followed: pass "
-                    "use_reentrant=False to torch.utils.checkpoint"
+                    f"parameter {name!r} is used inside a reentrant checkpoint by something that hides its ops (an "
+                    "autograd.Function, a script), where it cannot be followed: pass use_reentrant=False to "
+                    "torch.utils.checkpoint"
                 )
+
+    def _functions(self) -> str:
+        """The autograd.Functions on the way, and where they are written."""
+        found = {n._forward_cls: n._forward_cls.forward.__code__ for n in self.nodes if is_function(n)}
+        places = [f"{f.__qualname__} at {code.co_filename}:{code.co_firstlineno}" for f, code in found.items()]
+        return ", ".join(places) or "an extension's"
 
     def _check_nothing_hidden(self, before: list[tuple[Tensor | None, int]]) -> None:
         """No op may have a backward of its own inside, that gives a parameter its gradient unseen."""
         for p, (grad, version) in zip(self.recorder.leaves, before, strict=True):
             if p.grad is not grad or (grad is not None and grad._version != version):
                 raise CaptureError(
-                    f"the gradient of parameter {self.recorder.tensors.parameters[id(p)]!r} is computed by a backward inside "
-                    "another op's backward, where it cannot be followed; use torch.utils.checkpoint for checkpoints"
+                    f"the gradient of parameter {self.recorder.tensors.parameters[id(p)]!r} is set inside another op's "
+                    f"backward ({self._functions()}), where it cannot be followed: return it from the backward, or use "
+                    "torch.utils.checkpoint for checkpoints"
                 )
 
     def stream(

@@ -40,8 +40,8 @@ class Piece:
         """The same for many gradients at once; any error means that this piece cannot be batched."""
         raise NotImplementedError
 
-    def check(self, B: int) -> None:
-        """Raise if the piece is seen to mix samples."""
+    def check(self, what: str, B: int, create_graph: bool) -> None:
+        """Raise if the piece is seen to mix samples, or cannot be differentiated again."""
 
 
 @dataclass(eq=False)
@@ -102,10 +102,6 @@ class Scripted(Piece):
     _out: Tensor | None = field(default=None, repr=False)
 
     def pull(self, g: Tensor, create_graph: bool = False) -> Pulled:
-        if create_graph:
-            raise CaptureError(
-                f"create_graph=True, but the scripted module {self.path!r} is run apart: record its source"
-            )
         with torch.enable_grad():
             out = self._again()
         return tuple(_grad(out, self.sources, g, retain_graph=True, allow_unused=True))
@@ -119,8 +115,13 @@ class Scripted(Piece):
         found = self.module(*mapped(lambda t: cut(t.detach()), self.args))
         return found if self.output is None else found[self.output]
 
-    def check(self, B: int) -> None:
+    def check(self, what: str, B: int, create_graph: bool) -> None:
         """Each sample alone must give its part of the output: nothing else shows what a script does."""
+        if create_graph:
+            raise CaptureError(
+                f"create_graph=True, but {what}, is in the scripted module {self.path!r}, which is run apart: record the "
+                "nn.Module it was made from, or ask without create_graph"
+            )
         with torch.enable_grad():
             whole = self._again().detach()
         sizes = {len(t) if t.ndim else None for t in tensors_in(self.args)}
@@ -134,9 +135,9 @@ class Scripted(Piece):
                 if not gap.numel() or float(gap.amax()) <= slack:
                     return
         raise CaptureError(
-            f"the scripted module {self.path!r} computes something else for a sample alone than in the batch, or not with "
-            "the samples first (batch statistics, dropout): its ops cannot be seen, so record the nn.Module it was made "
-            "from"
+            f"{what}: the scripted module {self.path!r} computes something else for a sample alone than in the batch, or not "
+            "with the samples first (batch statistics, dropout). Its ops cannot be seen: record the nn.Module it was made "
+            "from."
         )
 
 
@@ -150,7 +151,7 @@ def blocks(
             f"a sample is not finite, and {what}, is differentiated one sample after another, where NaN and inf would "
             "spread to the others: leave such samples out"
         )
-    piece.check(B)
+    piece.check(what, B, create_graph)
     owner = lay.owners(layout, g.shape, g.device)
 
     def rows(first: int, last: int) -> Tensor:
@@ -164,12 +165,26 @@ def blocks(
             raise UnsupportedOp(
                 f'{what}: the op cannot be batched by vmap: pass record(fallback="loop"), or write a rule for it'
             )
-        each = [piece.pull(rows(i, i + 1)[0], create_graph) for i in range(B)]
+        each = _one_by_one(piece, what, rows, B, create_graph)
         found = tuple(_stacked([row[k] for row in each]) for k in range(len(like)))
     return tuple(
         Dense(torch.zeros((B, *source.shape), dtype=source.dtype, device=g.device) if t is None else t, how)
         for t, source in zip(found, like, strict=True)
     )
+
+
+def _one_by_one(
+    piece: Piece, what: str, rows: Callable[[int, int], Tensor], B: int, create_graph: bool
+) -> list[Pulled]:
+    try:
+        return [piece.pull(rows(i, i + 1)[0], create_graph) for i in range(B)]
+    except RuntimeError as error:
+        if "second time" not in str(error):
+            raise
+        raise CaptureError(
+            f"{what}, lies inside a reentrant checkpoint, whose graph is gone when it is differentiated for each sample. "
+            "Pass use_reentrant=False to torch.utils.checkpoint."
+        ) from error
 
 
 def _batched(piece: Piece, rows: Callable[[int, int], Tensor], g: Tensor, B: int) -> Pulled | None:

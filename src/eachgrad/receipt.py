@@ -113,7 +113,7 @@ class Record:
                 if name is not None:
                     parts = {name: _strided(value)}
                 else:
-                    parts = {n: t[0] for n, t in pulled_back(self.recorder, source, value[None]).items()}
+                    parts = {n: t[0] for n, t in pulled_back(self.recorder, item.use, source, value[None]).items()}
                 for n, t in parts.items():
                     found[n] = found[n] + t if n in found else t
         return found
@@ -158,7 +158,7 @@ def check_weighted_sum(
     if not names:
         return
     # An op that ran in a lower precision than its parameter's has rounded in it.
-    limit = max(TOLERANCE[use.tap.dtype] for use in recorder.uses)
+    limit = max((TOLERANCE[use.tap.dtype] for use in recorder.uses), default=0.0)
     wanted = [parameters[n] for n in names]
     with grads_untouched([*Passes(recorder, [loss]).leaves, *wanted]):
         Passes(recorder, [loss]).stream([loss], [weights], lambda n, g: None)
@@ -254,16 +254,17 @@ def verify(
     loss_reduction: str | None = None,
     tolerance: float | None = None,
     quiet: bool = False,
+    fallback: str = "refuse",
 ) -> Verification:
     """Compare eachgrad with a loop over samples, parameter by parameter, and print the table.
 
     `loss_fn(model, *batch)` or `loss_fn(model(batch[0]), *batch[1:])`, whichever fits its number of
     arguments, returns one loss per sample, or one number with `loss_reduction`. Dropout and other
-    randomness must be off.
+    randomness must be off. `fallback` is that of `record`.
     """
     from eachgrad.tape import record
 
-    with record(model, batch_dim=batch_dim) as tape:
+    with record(model, batch_dim=batch_dim, fallback=fallback) as tape:
         losses = call_loss(model, loss_fn, batch)
     ours = tape.backward(losses, loss_reduction).dense()
     theirs = loop(model, loss_fn, batch, batch_dim)

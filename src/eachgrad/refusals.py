@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from eachgrad.errors import CaptureError, UnsupportedOp
 from eachgrad.functions import op_name
-from eachgrad.graph import tensors_in
+from eachgrad.graph import graph_nodes, tensors_in
 from eachgrad.rules import RULES
 
 if TYPE_CHECKING:
@@ -27,12 +27,25 @@ def refuse_op(recorder: Recorder, func: Callable, t: Tensor) -> None:
     )
 
 
+def refuse_call(recorder: Recorder, func: Callable, t: Tensor, why: Exception) -> NoReturn:
+    raise UnsupportedOp(
+        f"parameter {recorder.tensors.names_of(t)[0]!r} is used by {op_name(func)} at {recorder.place()}: {why}"
+    ) from None
+
+
 def check_derivative(recorder: Recorder, func: Callable, args: tuple, kwargs: dict) -> None:
     if kwargs.get("create_graph") or any(args[4:5]) or func is not torch.autograd.grad:
+        if recorder.replaying:
+            raise CaptureError(
+                f"torch.autograd.{func.__name__} at {recorder.place()} runs in the backward of another op, where parameters "
+                "cannot be followed: use torch.utils.checkpoint for checkpoints, or return the gradients from the backward"
+            )
+        nodes = set(graph_nodes([t.grad_fn for t in tensors_in(args[:1])]))
+        names = dict.fromkeys(n for use in recorder.uses if use.tap.node in nodes for n in use.parameters())
         raise CaptureError(
-            f"{op_name(func)} at {recorder.place()} takes a derivative inside the record block, of which the loss may "
-            "depend: parameters are used in its backward, where they cannot be followed. Leave derivatives out of the "
-            "loss."
+            f"torch.autograd.{func.__name__} at {recorder.place()} takes a derivative inside the record block, on which the "
+            f"loss may depend: the parameters {', '.join(map(repr, names)) or 'of the model'} are used in its backward, "
+            "where they cannot be followed. Leave derivatives out of the loss."
         )
 
 
@@ -50,18 +63,16 @@ def check_batch_norm(recorder: Recorder, func: Callable, args: tuple, kwargs: di
         ]
         about = f" (parameters {', '.join(map(repr, named))})" if named else ""
         raise UnsupportedOp(
-            f"batch_norm{about} at {recorder.place()}, {_why_training(recorder.place().module)}: it mixes the samples of a "
-            "batch, so that no sample has a gradient of its own. Call eval() on it, or use GroupNorm, LayerNorm or "
-            "InstanceNorm."
+            f"batch_norm{about} at {recorder.place()}, {_why_training(recorder.place().module)} or use GroupNorm, LayerNorm "
+            "or InstanceNorm."
         )
 
 
 def _why_training(module: nn.Module | None) -> str:
+    mixes = "it mixes the samples of a batch, so that no sample has a gradient of its own."
     if module is not None and not module.training:
-        return (
-            "keeps no running statistics (track_running_stats=False), and computes them over the batch in eval mode too"
-        )
-    return "is in training mode"
+        return f"keeps no running statistics: {mixes} Build it with track_running_stats=True,"
+    return f"is in training mode: {mixes} Call eval() on it,"
 
 
 def check_nested(recorder: Recorder, func: Callable, args: tuple, kwargs: dict, sources: list[Tensor]) -> None:

@@ -23,10 +23,10 @@ from eachgrad.use import Use
 def solved(recorder: Recorder, plain: Sequence[Tensor | None], evidence: Marked) -> list[Solved]:
     """Every use that has a gradient, with the place of its samples."""
     found = enumerate(zip(recorder.uses, plain, strict=True))
-    return [Solved(use, g, _placed(evidence, n, g, use)) for n, (use, g) in found if g is not None]
+    return [Solved(use, g, placed(evidence, n, g, use)) for n, (use, g) in found if g is not None]
 
 
-def _placed(evidence: Marked, n: int, g: Tensor, use: Use) -> lay.Layout | None:
+def placed(evidence: Marked, n: int, g: Tensor, use: Use) -> lay.Layout | None:
     try:
         return evidence.place(n, g, use.strong)
     except lay.Unclear as error:
@@ -96,19 +96,27 @@ def blocks_of(recorder: Recorder, accepted: Accepted, B: int) -> dict[str, Block
             if id(source) in recorder.tensors.parameters:
                 parts.setdefault(recorder.tensors.parameters[id(source)], []).append(block)
                 continue
-            for name, piece in pulled_back(recorder, source, block.dense()).items():
+            for name, piece in pulled_back(recorder, item.use, source, block.dense()).items():
                 parts.setdefault(name, []).append(Dense(piece))
     return {name: add(pieces) for name, pieces in parts.items()}
 
 
-def pulled_back(recorder: Recorder, source: Tensor | Carried, value: Tensor) -> dict[str, Tensor]:
+def pulled_back(recorder: Recorder, use: Use, source: Tensor | Carried, value: Tensor) -> dict[str, Tensor]:
     """Gradients of a derived tensor, (n, *shape), as gradients of the parameters it was derived from."""
     reached = {id(v): v for node in graph_nodes([source.grad_fn]) if (v := getattr(node, "variable", None)) is not None}
     parameters = [v for key, v in reached.items() if key in recorder.tensors.parameters]
     with recorder.replay():
         value = value.to(source.dtype).reshape(-1, *source.shape)
         end = source.edge if isinstance(source, Carried) else source
-        found = _batched_pull(end, parameters, value, recorder.create_graph)
+        try:
+            found = _batched_pull(end, parameters, value, recorder.create_graph)
+        except RuntimeError as error:
+            if "second time" not in str(error):
+                raise
+            raise CaptureError(
+                f"{use}: its argument is derived from the parameters inside a reentrant checkpoint, whose graph is gone. "
+                "Pass use_reentrant=False to torch.utils.checkpoint."
+            ) from error
     return {recorder.tensors.parameters[id(p)]: f for p, f in zip(parameters, found, strict=True) if f is not None}
 
 
@@ -120,10 +128,7 @@ def _batched_pull(
         return list(grad(source, parameters, value, is_grads_batched=True, **options))
     except RuntimeError as error:
         if "second time" in str(error):
-            raise CaptureError(
-                "a weight is derived from parameters inside a reentrant checkpoint, whose graph is gone: pass "
-                "use_reentrant=False"
-            ) from error
+            raise
         # An op in between cannot be batched: one sample at a time.
         rows = [grad(source, parameters, v, **options) for v in value]
         columns = zip(*rows, strict=True)

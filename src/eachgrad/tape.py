@@ -200,7 +200,9 @@ class Tape:
                 "parameters are used in its backward, where they cannot be followed. Leave derivatives out of the loss."
             )
         if losses.ndim and reduction is not None:
-            raise ValueError("loss_reduction goes with a loss that is one number; these are one per sample")
+            raise ValueError(
+                "loss_reduction goes with a loss that is one number; these are one per sample: leave it out"
+            )
         if losses.ndim and self.given_batch_size not in (None, len(losses)):
             raise CaptureError(
                 f"{len(losses)} losses, but batch_size={self.given_batch_size}: pass one loss per sample"

@@ -177,8 +177,8 @@ class Tensors:
         name = next(self.parameters[id(v)] for v in variables if id(v) in self.parameters)
         raise UnsupportedOp(
             f"parameter {name!r} goes through {hidden.name().removesuffix('Backward0')} inside something that hides its "
-            "ops (a scripted function, an extension): call the Python function it was made from, or make it a "
-            "torch.library.custom_op with a rule (docs/add_a_rule.md)"
+            f"ops (a scripted function, an extension), and what comes of it is used at {self.place()}: call the Python "
+            "function it was made from, or make it a torch.library.custom_op with a rule (docs/add_a_rule.md)"
         )
 
     def names_of(self, t: Tensor | Carried) -> list[str]:

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eachgrad.blocks import Block, Rows
-from eachgrad.errors import UnsupportedOp
-from eachgrad.rules.registry import Arguments, composite, rule
+from eachgrad.rules.registry import Arguments, NoRule, composite, rule
 
 
 def _as_many_as_ids(g: Tensor, arguments: Arguments) -> int:
@@ -92,9 +91,9 @@ def _embedding_bag(
 ) -> Tensor:
     """Look up, then reduce each bag: a bag without entries is zero, and padding takes no part."""
     if scale_grad_by_freq:
-        raise UnsupportedOp(
-            "embedding_bag with scale_grad_by_freq: PyTorch's gradient on the CPU divides by the counts of other ids, so "
-            "that there is none to agree with. Use Embedding with scale_grad_by_freq and sum or average its rows."
+        raise NoRule(
+            "with scale_grad_by_freq PyTorch's gradient on the CPU divides by the counts of other ids, so that there is none "
+            "to agree with. Use Embedding with scale_grad_by_freq and sum or average its rows."
         )
     if input.ndim == 2:
         bag = torch.arange(len(input), device=input.device).repeat_interleave(input.shape[1])

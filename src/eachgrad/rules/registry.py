@@ -55,6 +55,10 @@ class Rule:
         return dict(list(bound.arguments.items())[1:])
 
 
+class NoRule(Exception):
+    """A composite has no answer for these arguments; the message says why, and what to do."""
+
+
 class NeedsLoop(Exception):
     """Raised by a rule that cannot answer for this layout: the loop over samples takes over."""
 
