@@ -27,17 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 
 from eachgrad import foreign, refusals
-from eachgrad.functions import (
-    DERIVATIVES,
-    EXPANDING,
-    PASSIVE,
-    Place,
-    call_site,
-    can_be_opened,
-    op_name,
-    opened,
-    plainer,
-)
+from eachgrad.functions import EXPANDING, PASSIVE, TEMPLATED, Place, call_site, can_be_opened, op_name, opened, plainer
 from eachgrad.graph import Carried, Node, depends, own_history, replace, same, tensors_in
 from eachgrad.rules import BROADCAST, COMPOSITES, RULES
 from eachgrad.rules.broadcast import IN_PLACE
@@ -86,21 +76,24 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if func in PASSIVE:
+            if func is torch.Tensor.register_hook:  # it may change gradients: a forward with it is another one
+                self.signature.note(func, getattr(args[-1], "__code__", type(args[-1])))
+            return func(*args, **kwargs)
         if isinstance(func, torch._ops.OpOverloadPacket):
             func = as_called(func)
-        if self.on_recompute is not None and func is torch.autograd.backward:  # a reentrant checkpoint's own
+        if func in TEMPLATED:
+            func, args = plainer(func, args)
+        if func is torch.autograd.backward and self.on_recompute is not None:  # a reentrant checkpoint's own
             with self:
                 return opened(func)(*args, **kwargs)
-        func, args = plainer(func, args)
         found = tensors_in((args, kwargs))
-        if func is torch.Tensor.register_hook:  # it may change gradients: a forward with it is another one
-            self.signature.note(func, getattr(args[-1], "__code__", type(args[-1])))
-        if not found or func in PASSIVE:
+        if not found:
             return func(*args, **kwargs)
         if not torch.is_grad_enabled():
             strong = any(self.tensors.is_strong(t) for t in found)
             if strong:
-                self.signature.add(func, args, kwargs, found, tuple(map(self.tensors.number, found)))
+                self._sign(func, args, kwargs, found)
             return self._passed(func, args, kwargs, strong)
         if foreign.is_inside_transform():
             self.signature.value = None
@@ -116,22 +109,19 @@ class Recorder(TorchFunctionMode):
             elif self.tensors.is_strong(t) or (self.on_recompute is not None and t.requires_grad):
                 strong = True
         if strong or carriers:
-            self.signature.add(func, args, kwargs, found, tuple(map(self.tensors.number, found)))
-        if func in DERIVATIVES:
-            refusals.check_derivative(self, func, args, kwargs)
-        if func is twice:
-            return self.create_graph
-        if func is use_at:
-            return self._use_at(*args)
-        if func is bare:
-            return self._bare(args[0]) if carriers else args[0]
-        if func is meet:
-            return self._expanded(args[0], args[0].shape, True) if carriers else args[0]
-        refusals.check_batch_norm(self, func, args, kwargs)
+            self._sign(func, args, kwargs, found)
+        if func in _OWN:
+            return _OWN[func](self, args, bool(carriers))
+        if func in refusals.CHECKED:
+            refusals.CHECKED[func](self, func, args, kwargs)
         if not carriers and strong:
             return self._passed(func, args, kwargs, strong)
         with self.tensors.watched():
             return self._carried(func, args, kwargs, found, carriers, strong)
+
+    def _sign(self, func: Callable, args: tuple, kwargs: dict, found: list[Tensor]) -> None:
+        if self.signature.value is not None:
+            self.signature.add(func, args, kwargs, found, tuple(map(self.tensors.number, found)))
 
     def _carried(
         self, func: Callable, args: tuple, kwargs: dict, found: list[Tensor], carriers: list[tuple[Tensor, str]],
@@ -342,6 +332,15 @@ class Recorder(TorchFunctionMode):
     @property
     def ops_so_far(self) -> tuple[str, ...]:
         return tuple(self._ops[-40:])
+
+
+# What the library's own recurrent layers ask of an active recorder.
+_OWN: dict[Callable, Callable[[Recorder, tuple, bool], Any]] = {
+    twice: lambda recorder, args, carried: recorder.create_graph,
+    use_at: lambda recorder, args, carried: recorder._use_at(*args),
+    bare: lambda recorder, args, carried: recorder._bare(args[0]) if carried else args[0],
+    meet: lambda recorder, args, carried: recorder._expanded(args[0], args[0].shape, True) if carried else args[0],
+}
 
 
 def _function_met(recorder: ref[Recorder], node: Node) -> None:

@@ -183,15 +183,14 @@ def _wrapped_like(t: Tensor, value: Tensor) -> Tensor:
 @contextmanager
 def modules_watched(recorder: Recorder, model: nn.Module) -> Iterator[None]:
     """While this lasts, a call of a scripted part of `model` becomes a use of its parameters."""
-    outermost = dict(_scripts("", model))
-    hooks = [
-        m.register_forward_pre_hook(partial(_check_encoder, path), with_kwargs=True)
-        for path, m in model.named_modules()
-        if isinstance(m, nn.TransformerEncoder)
-    ]
-    if outermost:
-        called = partial(_script_called, recorder, outermost)
-        hooks.append(register_module_forward_hook(called))
+    hooks, scripts = [], {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.TransformerEncoder):
+            hooks.append(module.register_forward_pre_hook(partial(_check_encoder, path), with_kwargs=True))
+        elif isinstance(module, torch.jit.ScriptModule):  # its parts are called by itself, unseen
+            scripts[id(module)] = path
+    if scripts:
+        hooks.append(register_module_forward_hook(partial(_script_called, recorder, scripts)))
     try:
         yield
     finally:
@@ -221,20 +220,10 @@ def _check_encoder(path: str, module: nn.TransformerEncoder, args: tuple, kwargs
     )
 
 
-def _scripts(path: str, module: nn.Module) -> Iterator[tuple[int, tuple[str, nn.Module]]]:
-    if isinstance(module, torch.jit.ScriptModule):
-        yield id(module), (path, module)
-        return
-    for name, child in module.named_children():
-        yield from _scripts(f"{path}.{name}" if path else name, child)
-
-
-def _script_called(
-    recorder: Recorder, scripts: dict[int, tuple[str, nn.Module]], module: nn.Module, args: Any, out: Any
-) -> Any:
+def _script_called(recorder: Recorder, scripts: dict[int, str], module: nn.Module, args: Any, out: Any) -> Any:
     if id(module) not in scripts or not torch.is_grad_enabled():
         return None
-    path = scripts[id(module)][0]
+    path = scripts[id(module)]
     sources = tuple(p for p in module.parameters() if id(p) in recorder.tensors.parameters)
     if not sources:
         return None

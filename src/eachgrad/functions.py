@@ -76,7 +76,7 @@ def can_be_opened(func: Callable) -> bool:
 
 
 def plainer(func: Callable, args: tuple) -> tuple[Callable, tuple]:
-    """The same call without tensors that only say a shape, a dtype or one place: nothing of them comes in."""
+    """One of TEMPLATED without the tensor that only says a shape, a dtype or a place: nothing of it comes in."""
     if len(args) != 2 or not isinstance(args[1], Tensor):
         return func, args
     t, other = args
@@ -84,7 +84,7 @@ def plainer(func: Callable, args: tuple) -> tuple[Callable, tuple]:
         return torch.Tensor.to, (t, other.device, other.dtype)
     if func in _LIKE_SHAPES:
         return _LIKE_SHAPES[func], (t, other.shape)
-    if func is torch.Tensor.__getitem__ and not other.ndim and other.dtype in (torch.int64, torch.int32):
+    if not other.ndim and other.dtype in (torch.int64, torch.int32):
         return func, ((t, int(other)) if t.requires_grad else args)
     return func, args
 
@@ -94,6 +94,9 @@ _LIKE_SHAPES: dict[Callable, Callable] = {
     torch.Tensor.view_as: torch.Tensor.view, torch.Tensor.reshape_as: torch.Tensor.reshape,
     torch.Tensor.expand_as: torch.Tensor.expand,
 }  # fmt: skip
+
+
+TEMPLATED = {*_LIKE_TYPES, *_LIKE_SHAPES, torch.Tensor.__getitem__}
 
 
 def _never(*_: Any) -> bool:
@@ -112,7 +115,6 @@ shape dtype device layout is_cuda is_nested is_sparse is_quantized is_leaf grad_
 is_mkldnn is_mps is_xpu itemsize nbytes output_nr _version is_cpu _backward_hooks
 """.split()
 PASSIVE |= {getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(torch.Tensor, name)}
-DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 EXPANDING = {
     torch.Tensor.expand, torch.broadcast_to, torch.Tensor.broadcast_to, torch.Tensor.repeat,
     torch.tile, torch.Tensor.tile,

@@ -17,6 +17,8 @@ Node = Any  # torch.autograd.graph.Node
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Every tensor in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return [value]
     found: list[Tensor] = []
     _collect((value,), found)
     return found

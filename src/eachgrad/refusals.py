@@ -50,7 +50,7 @@ def check_derivative(recorder: Recorder, func: Callable, args: tuple, kwargs: di
 
 
 def check_batch_norm(recorder: Recorder, func: Callable, args: tuple, kwargs: dict) -> None:
-    if func not in (F.batch_norm, torch.batch_norm) or recorder.batch_size == 1:
+    if recorder.batch_size == 1:
         return
     if isinstance(args[0], Tensor) and recorder.tensors.carrier(args[0]) == "pure":  # weight standardisation
         return
@@ -81,3 +81,9 @@ def check_nested(recorder: Recorder, func: Callable, args: tuple, kwargs: dict, 
             f"parameter {recorder.tensors.names_of(sources[0])[0]!r} is used by {op_name(func)} at {recorder.place()} with "
             "a nested tensor. Pass its values() through the layer and compute with the offsets, or pad it."
         )
+
+
+CHECKED: dict[Callable, Callable[[Recorder, Callable, tuple, dict], None]] = {
+    torch.autograd.grad: check_derivative, torch.autograd.backward: check_derivative,
+    torch.Tensor.backward: check_derivative, F.batch_norm: check_batch_norm, torch.batch_norm: check_batch_norm,
+}  # fmt: skip

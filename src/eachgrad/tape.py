@@ -76,7 +76,8 @@ class Tape:
         self.model, self.batch_dim, self.check, self.budget = model, batch_dim, check, budget
         self.given_batch_size, self.create_graph = batch_size, create_graph
         constants = list(model.buffers())
-        self.recorder = Recorder(named_trainable(model), constants, batch_size, check, create_graph, model, fallback)
+        self.trainable = named_trainable(model)
+        self.recorder = Recorder(self.trainable, constants, batch_size, check, create_graph, model, fallback)
         self.inputs: list[Tensor] = []
         self.outputs: list[Any] = []
         self._thread = threading.get_ident()
@@ -93,7 +94,7 @@ class Tape:
             raise CaptureError("record inside another record: end the outer one first")
         if isinstance(self.model, torch.jit.ScriptModule):
             raise CaptureError("a scripted model hides its ops: record the nn.Module it was made from")
-        for name, p in named_trainable(self.model).items():
+        for name, p in self.trainable.items():
             late = self.check and getattr(p, "_post_accumulate_grad_hooks", None)
             if p._backward_hooks or late:
                 raise CaptureError(
@@ -155,7 +156,7 @@ class Tape:
             raise ValueError("pass queries by name, such as norms=eachgrad.norms(), or into=an Accumulator")
         asked = Accumulator(**queries) if into is None else into
         self._check_askable(losses, loss_reduction)
-        parameters = dict(named_trainable(self.model))
+        parameters: dict[str, Any] = {**self.trainable}
         if losses.ndim:
             passes, key = self._prepared(losses)
             plan = self._recalled(passes, key)
@@ -219,7 +220,7 @@ class Tape:
         if loss is None or B == 1:
             return passes, None
         taps = tuple(tuple(use.tap.shape) for use in self.recorder.uses)
-        return passes, (forward, loss, B, self.batch_dim, tuple(named_trainable(self.model)), taps)
+        return passes, (forward, loss, B, self.batch_dim, tuple(self.trainable), taps)
 
     def _recalled(self, passes: Passes, key: Hashable) -> recall.Plan | None:
         plan = None if key is None else recall.find(self.model, key)
@@ -281,7 +282,7 @@ class Tape:
         accepted = accept(self.recorder, uses, [loss])
         checks.check_statistics(self.recorder, self.batch_dim, ends, B)
         blocks = blocks_of(self.recorder, accepted, B)
-        parameters = named_trainable(self.model)
+        parameters = self.trainable
         guards = tuple(item.use for item, wanted in accepted if wanted)
         gradients = {
             name: Gradient(name, p, blocks.get(name), B, guards, self.create_graph) for name, p in parameters.items()

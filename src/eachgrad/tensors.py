@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -146,20 +145,9 @@ class Tensors:
             self._refuse_hidden(root, hidden)
         return kind
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """The nodes that are made meanwhile come from an op that was seen."""
-        begin, before = _sequence(), self._open
-        self._open = min(begin, before)
-        try:
-            yield
-        finally:
-            self._open = before
-        end = _sequence()
-        if end > begin:
-            while self._seen and self._seen[-1][0] >= begin:
-                self._seen.pop()
-            self._seen.append((begin, end))
+    def watched(self) -> _Watch:
+        """A context: the nodes that are made meanwhile come from an op that was seen."""
+        return _Watch(self)
 
     def _is_known(self, node: Node) -> bool:
         """Whether what made this node was seen: an op on carriers, or something before the recording."""
@@ -187,6 +175,25 @@ class Tensors:
             return [self.parameters[id(t)]]
         variables = (getattr(node, "variable", None) for node in graph_nodes([node_of(t)]))
         return [self.parameters[id(v)] for v in variables if id(v) in self.parameters]
+
+
+class _Watch:
+    """Written out, and no generator: it runs for every op on parameters."""
+
+    def __init__(self, tensors: Tensors):
+        self.tensors = tensors
+
+    def __enter__(self) -> None:
+        self.begin, self.before = _sequence(), self.tensors._open
+        self.tensors._open = min(self.begin, self.before)
+
+    def __exit__(self, *error: object) -> None:
+        self.tensors._open = self.before
+        seen, end = self.tensors._seen, _sequence()
+        if end > self.begin:
+            while seen and seen[-1][0] >= self.begin:
+                seen.pop()
+            seen.append((self.begin, end))
 
 
 def _sequence() -> int:
