@@ -284,6 +284,17 @@ def test_unnamed(family: Family):
         assert_same(answered(family, model, batch), want, family.tolerance)
 
 
+# Not those that draw random numbers in eval, nor those for which PyTorch's own batch of one is wrong.
+PLAIN = [family for family in UNNAMED if family.verdict == "exact" and not family.random and not family.doubled]
+
+
+@pytest.mark.parametrize("family", PLAIN, ids=str)
+def test_verify_says_the_same_of_unnamed_families(family: Family):
+    model, batch = family.build(), family.data(4, 4)
+    found = eachgrad.verify(model, family.call(batch), *batch.values(), tolerance=family.tolerance, quiet=True)
+    assert found.ok, str(found)
+
+
 def test_the_table_is_broad_and_mostly_right():
     other = [family for family in UNNAMED if family.modality != "text"]
     exact = [family for family in UNNAMED if family.verdict == "exact"]
