@@ -1310,3 +1310,45 @@ def test_a_mean_over_targets_of_a_time_first_model():
         mean = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
     with pytest.raises(CaptureError, match="leaves out ignored targets"):
         tape.backward(mean, "mean")
+
+
+def test_a_statistic_in_the_model_and_a_loss_outside_of_the_block():
+    model = Net(lambda m, x: m.fc(x - x[0]), fc=nn.Linear(d, 2))
+    with record(model) as tape:
+        out = model(torch.randn(B, d))
+    with pytest.raises(CaptureError, match="depends on the others"):
+        tape.backward(score(out))
+
+
+def test_a_sample_whose_attention_is_masked_whole():
+    """torch's own attention gives zeros there, and so must a recorded one with learned queries."""
+
+    def forward(m, x, mask):
+        q = m.q.expand(len(x), -1, -1)
+        return F.scaled_dot_product_attention(q, m.k(x), x, attn_mask=mask[:, None].expand(-1, 2, -1))
+
+    model = Net(forward, q=torch.randn(2, d), k=nn.Linear(d, d))
+    x, mask = torch.randn(B, T, d), torch.ones(B, T, dtype=torch.bool)
+    mask[1] = False
+    want = loop(model, lambda m, *b: score(m(*b)), [(x[i : i + 1], mask[i : i + 1]) for i in range(B)])
+    with record(model) as tape:
+        losses = score(model(x, mask))
+    torch.testing.assert_close(losses, score(model(x, mask)))
+    assert_same(tape.backward(losses).dense(), want, 1e-10)
+
+
+def test_answers_inside_autocast_are_those_outside():
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)).float(), torch.randn(B, 20, 32).float()
+
+    def ask(inside: bool):
+        with torch.autocast("cpu", torch.bfloat16):
+            with record(model) as tape:
+                losses = model(x).float().square().sum((1, 2))
+            if inside:
+                return tape.ask(losses, norms=eachgrad.norms(), grad=eachgrad.clipped_sum(1.0))
+        return tape.ask(losses, norms=eachgrad.norms(), grad=eachgrad.clipped_sum(1.0))
+
+    for _ in range(3):
+        one, other = ask(True), ask(False)
+        torch.testing.assert_close(one.norms, other.norms, rtol=1e-6, atol=0)
+        assert_same(one.grad, other.grad, 1e-6)

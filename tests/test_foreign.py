@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def losses(model, *batch):
 def assert_exact(model, *batch, twin: nn.Module | None = None, calls: int = 3, **options):
     """`twin` is the same model for the loop, where a script cannot be copied."""
     want = loop(twin or model, losses, [tuple(t[i : i + 1] for t in batch) for i in range(len(batch[0]))])
-    size = sum(t.flatten(1).square().sum(1) for t in want.values()).sqrt()
+    size = sum(t.reshape(len(t), -1).square().sum(1) for t in want.values()).sqrt()
     for _ in range(calls):
         with eachgrad.record(model, **options) as tape:
             each = losses(model, *batch)
@@ -157,6 +158,91 @@ FUNCTIONS = {
 def test_an_autograd_function(name, shape):
     torch.manual_seed(1)
     assert_exact(FUNCTIONS[name](), torch.randn(*shape))
+
+
+class Unsummed(torch.autograd.Function):
+    """Its backward leaves it to autograd to sum what was broadcast."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w, g * x
+
+
+class Again(torch.autograd.Function):
+    """Its backward computes the forward once more and differentiates it, as adjoint methods do."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return torch.tanh(nn.functional.linear(x, w))
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            a, b = torch.autograd.grad(torch.tanh(nn.functional.linear(x, w)), (x, w), g, allow_unused=True)
+        return a, torch.zeros_like(w) if b is None else b
+
+
+class Batched(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, w):
+        return x * w
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w, g * x
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (d,)], ids=str)
+def test_a_function_whose_gradient_autograd_sums(shape):
+    model = Net(
+        lambda m, x: Unsummed.apply(m.fc(x), m.w.exp()) + Unsummed.apply(x, m.w), w=torch.randn(shape), fc=lin()
+    )
+    assert_exact(model, torch.randn(B, T, d))
+
+
+def test_a_function_that_computes_its_forward_again_in_its_backward():
+    for body in (lambda m, x: Again.apply(m.fc(x), m.w), lambda m, x: m.fc(Again.apply(x, m.w))):
+        assert_exact(Net(body, w=torch.randn(d, d), fc=lin()), torch.randn(B, T, d))
+
+
+def test_a_function_under_vmap_counts_once():
+    assert_exact(Net(lambda m, x: torch.vmap(lambda row: Batched.apply(row, m.w))(x), w=w()), torch.randn(B, d))
+
+
+class Both(torch.autograd.Function):
+    """Through numpy: one output of the batch, and one that is a weight."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return torch.from_numpy(x.detach().numpy() * w.detach().numpy()), 2 * w
+
+    @staticmethod
+    def backward(ctx, g, h):
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).sum(0) + 2 * h
+
+
+def test_an_output_that_is_a_weight_beside_one_of_the_batch_is_not_lost():
+    model = Net(lambda m, x: (lambda a, b: a * b)(*Both.apply(x, m.w)), w=w())
+    with pytest.raises(CaptureError, match="'w'"):
+        assert_exact(model, torch.randn(B, d))
 
 
 def test_the_row_of_a_function_in_explain():
@@ -355,6 +441,26 @@ def test_a_derivative_inside_the_model_is_refused():
         assert_exact(model, torch.randn(B, d))
 
 
+# Things that stand for tensors
+
+
+class Halves(NamedTuple):
+    """A weight as two parts, of which torch's functions make one."""
+
+    high: torch.Tensor
+    low: torch.Tensor
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        args = [a.high + a.low if isinstance(a, Halves) else a for a in args]
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_weight_that_is_a_tuple_with_a_torch_function_of_its_own():
+    model = Net(lambda m, x: nn.functional.linear(x, Halves(m.a, m.b.tanh())), a=torch.randn(4, d), b=torch.randn(4, d))
+    assert_exact(model, torch.randn(B, T, d))
+
+
 # Scripts, compiled parts
 
 
@@ -401,6 +507,38 @@ def test_a_scripted_part(make, calls):
     model = Net(body, script=make(twin.script), last=twin.last)
     receipt = assert_exact(model, torch.randn(B, d), twin=twin).receipt()
     assert len(receipt.pieces) == calls
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(d, d)
+
+    def forward(self, x, scale: float = 1.0):
+        return self.fc(x) * scale
+
+
+def test_a_scripted_part_with_keywords():
+    twin = Net(lambda m, x: m.script(x, scale=3.0), script=Scaled())
+    model = Net(twin.body, script=scripted(twin.script))
+    assert_exact(model, torch.randn(B, d), twin=twin)
+
+
+def test_a_scripted_part_whose_input_is_changed_afterwards_is_refused():
+    model, h = Net(lambda m, x: m.script(x), script=scripted(Block())), torch.randn(B, d)
+    with eachgrad.record(model) as tape:
+        each = losses(model, h)
+        h.mul_(2)
+    with pytest.raises(CaptureError, match="changed in place"):
+        tape.backward(each)
+
+
+def test_a_scripted_part_in_sixteen_bits_that_mixes_samples_is_refused():
+    model = nn.Sequential(scripted(Centred()), nn.Linear(d, 2)).to(torch.bfloat16)
+    with eachgrad.record(model) as tape:
+        each = losses(model, torch.randn(B, d, dtype=torch.bfloat16))
+    with pytest.raises(CaptureError, match="computes something else"):
+        tape.backward(each)
 
 
 def test_a_scripted_part_that_mixes_samples_is_refused():

@@ -37,7 +37,7 @@ pytestmark = [
 ]
 B, T, d = 3, 4, 5
 SOURCE = Path(eachgrad.__file__).parent
-KINDS = {"CaptureError", "UnsupportedOp", "Unclear", "ValueError", "TypeError", "RuntimeError"}
+KINDS = {"CaptureError", "UnsupportedOp", "Unclear", "Halved", "ValueError", "TypeError", "RuntimeError"}
 # PyTorch's own names and wording, which tests/test_expanded_weight_tensor.py holds.
 MIRRORED = SOURCE / "expanded_weights"
 
@@ -346,6 +346,36 @@ def called_twice() -> object:
     return run(X())
 
 
+class Peeking(torch.autograd.Function):
+    """A backward that does something else if the first sample has a gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        total = (g * x).sum(0)
+        return g * w, total if bool(g[0].any()) else 3 * total
+
+
+def observed(m: nn.Module, x: Tensor) -> Tensor:
+    """Quantisation aware training: the scale is a moving average over what comes in."""
+    on, number, limit = torch.tensor([1]), torch.tensor([1.0]), torch.tensor([1.0])
+    h = m.fc(x).float()
+    return torch.fused_moving_avg_obs_fake_quant(  # here
+        h, on, on, -limit, limit, number.clone(), torch.tensor([0], dtype=torch.int32), 0.01, 0, 255, 0
+    )  # fmt: skip
+
+
+def in_your_own_backward() -> None:
+    model = Net(lambda m, x: checkpoint(lambda h: Product.apply(h, m.w), m.fc(x), use_reentrant=False),
+                w=torch.randn(d), fc=nn.Linear(d, d))  # fmt: skip
+    score(eachgrad.call_for_per_sample_grads(model, loss_reduction="sum")(X())).sum().backward()
+
+
 # The rows
 
 
@@ -551,6 +581,23 @@ IN_THE_MODEL = [
         "w", "torch.Tensor.mul", "reentrant checkpoint", then="Pass use_reentrant=False", module="",
     ),
     inside(
+        "frequencies under vmap", UnsupportedOp,
+        lambda m, x: torch.vmap(lambda row: F.embedding(row, m.table, scale_grad_by_freq=True))(x),
+        "table", "torch.nn.functional.embedding", "counts are those of the whole batch", then="outside of vmap", x=IDS,
+        parts={"table": weight(4, d)},
+    ),
+    inside(
+        "observer of the batch", UnsupportedOp,
+        observed,
+        "", "fused_moving_avg_obs_fake_quant", "takes its scale from the batch", then="disable_observer", x=X,
+    ),
+    inside(
+        "backward that looks at one sample", CaptureError,
+        lambda m, x: Peeking.apply(x, m.w),
+        "w", "Peeking", "not the sum of those for each sample", then="for each sample apart", x=X,
+        at=f"at {__file__}:{Peeking.forward.__code__.co_firstlineno}", module="",
+    ),
+    inside(
         "nested tensor", UnsupportedOp,
         lambda m, x: m.fc(x),
         "fc.weight", LINEAR, "a nested tensor", then="or pad it", module=IN_FC, x=jagged,
@@ -715,6 +762,11 @@ RECORDING = [
           "no tensor with samples along dimension 0", then="pass the inputs of the model after loss_fn"),
     about("explain an unknown query", ValueError, asked(lambda grads: grads.explain("norm")), "not 'norm'",
           then="explain knows norms"),
+    about("Function in a checkpoint, in your own backward", CaptureError, in_your_own_backward,
+          "'w'", "Product", "lies inside a checkpoint", then="use eachgrad.record"),
+    about("a question named losses", ValueError,
+          lambda: eachgrad.compile(layer(), lambda m, x: score(m(x)), losses=eachgrad.norms()), "losses",
+          then="ask under another name"),
     about("check_rule without a parameter", ValueError, lambda: check_rule(F.linear, X(), X()),
           "a tensor that requires grad (a parameter)", then="check_rule needs"),
 ]

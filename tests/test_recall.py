@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import eachgrad
 from eachgrad import passes, recall
-from oracle import assert_same, loop
+from oracle import assert_same, loop, rows
 
 B, T, D = 4, 4, 4  # every size is B
 
@@ -181,3 +181,49 @@ def test_losses_that_python_puts_in_another_order():
         else:
             with pytest.raises(eachgrad.CaptureError, match="depends on the input of another one"):
                 tape.backward(losses)
+
+
+def reordered_by_a_matrix(h, order):
+    return torch.eye(B)[order] @ h.flatten(1)
+
+
+MOVED_BY_DATA = {
+    "slices by tensors": lambda h, order: torch.cat([h[i : i + 1] for i in torch.tensor(order)]).flatten(1),
+    "select by tensors": lambda h, order: torch.stack([h.select(0, int(i)) for i in torch.tensor(order)]).flatten(1),
+    "a matrix": reordered_by_a_matrix,
+    "a matrix from the right": lambda h, order: (h.flatten(1).mT @ torch.eye(B)[order].mT).mT,
+    "a batch of matrices": lambda h, order: torch.bmm(torch.eye(B)[order][None], h.flatten(1)[None])[0],
+    "scatter_reduce_": lambda h, order: torch.zeros(B, T * D).scatter_reduce_(
+        0, torch.tensor(order)[:, None].expand(B, T * D), h.flatten(1), "sum"
+    ),
+    "aten.index": lambda h, order: torch.ops.aten.index(h.flatten(1), [torch.tensor(order)]),
+}
+
+
+@pytest.mark.parametrize("move", MOVED_BY_DATA.values(), ids=MOVED_BY_DATA)
+def test_rows_that_data_moves_there_and_back(move):
+    """In order at first, and not later on: a plan of the first calls would be wrong."""
+
+    def forward(m, x, order=None):
+        if order is None:
+            return m.b(m.a(x).tanh()).flatten(1)
+        back = [order.index(i) for i in range(B)]
+        return move(m.b(move(m.a(x).tanh(), order).view(B, T, D)), back)
+
+    model = Net(forward)
+    for order in [[0, 1, 2, 3]] * 4 + [[1, 0, 3, 2], [2, 3, 0, 1], [3, 2, 1, 0]]:
+        x = torch.randn(B, T, D)
+        try:
+            found = answer(model, x, order)
+        except eachgrad.CaptureError:  # a refusal is no wrong number
+            continue
+        assert_same(found, truth(model, x), 1e-10)
+
+
+def test_minus_one_and_minus_two_are_two_numbers():
+    """They have the same hash in Python."""
+    model = Net(lambda m, x, k: (m.a(x).transpose(0, k) * m.b.bias).transpose(0, k))
+    for k in (-1, -1, -1, -1, -2, -2, -1):
+        x = torch.randn(B, T, D)
+        found = answer(model, x, k)
+        assert_same(found, rows(model, squares, (x, k)), 1e-10)

@@ -64,6 +64,7 @@ class Recorder(TorchFunctionMode):
         self.uses: list[Use] = []
         self.passes = 0  # backward passes run so far
         self.replaying = False  # a checkpoint runs its forward again: do the same, record nothing
+        self.unseen = False  # the backward of an autograd.Function is running
         self.rerun = False  # a checkpoint has run a use again
         self.on_recompute: Callable[[Use], None] | None = None  # a reentrant one: hand each use over
         self.without_rule: dict[str, str] = {}  # parameter -> op it met that has no rule
@@ -76,10 +77,18 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if self.unseen and not _recomputes():
+            if func in refusals.CHECKED:
+                refusals.CHECKED[func](self, func, args, kwargs)
+            return func(*args, **kwargs)
         if func in PASSIVE:
             if func is torch.Tensor.register_hook:  # it may change gradients: a forward with it is another one
                 self.signature.note(func, getattr(args[-1], "__code__", type(args[-1])))
             return func(*args, **kwargs)
+        own = next((t for t in types if not issubclass(t, Tensor)), None)
+        if own is not None:  # something that stands for a tensor (quantised weights): what it makes of the op is seen
+            with self:
+                return own.__torch_function__(func, types, args, kwargs)
         if isinstance(func, torch._ops.OpOverloadPacket):
             func = as_called(func)
         if func in TEMPLATED:
@@ -134,7 +143,7 @@ class Recorder(TorchFunctionMode):
         if func in EXPANDING:
             weak = weak or not strong
         if not strong and func not in EXPANDING:  # where samples may begin, whatever a tensor was derived by
-            carriers = [(t, kind) for t, kind in carriers if kind == "pure"]
+            carriers = [(t, kind) for t, kind in carriers if kind == "pure" or _may_be_spread(func, args, kwargs, t)]
         if not carriers or not (strong or weak):
             return self._passed(func, args, kwargs, strong)
         sources = [t for t, _ in carriers]
@@ -354,6 +363,22 @@ def _seen_in_a_derivative(recorder: ref[Recorder], g: Tensor) -> None:
     # A backward that is itself to be differentiated, and not the library's own.
     if found is not None and torch.is_grad_enabled() and not found.replaying:
         found.differentiated = True
+
+
+def _recomputes() -> bool:
+    """Whether a checkpoint is running its forward again: its hooks for saved tensors are the innermost."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook")
+
+
+def _may_be_spread(func: Callable, args: tuple, kwargs: dict, t: Tensor) -> bool:
+    """Whether samples may begin here for `t`, which a candidate has seen: a table that is broadcast, or a weight."""
+    if func in BROADCAST:
+        return func not in IN_PLACE and t.shape != _broadcast_shape(func, args, kwargs)
+    if func not in RULES or RULES[func].is_dense or func in COMPOSITES:
+        return False
+    rule = RULES[func]
+    return not any(value is t for name, value in rule.bind(args, kwargs).items() if name in rule.samples)
 
 
 def _broadcast_shape(func: Callable, args: tuple, kwargs: dict) -> torch.Size:

@@ -7,21 +7,39 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from eachgrad import layout as lay
-from eachgrad import lossgraph, mixing, scalar
+from eachgrad import lossgraph, scalar
 from eachgrad.capture import Recorder
 from eachgrad.errors import CaptureError
+from eachgrad.tags import Mixed, Owners, Tag
 
 
 def check_statistics(recorder: Recorder, batch_dim: int, tensors: list[Tensor], B: int) -> None:
-    """Raise if one of these was computed with a statistic of the whole batch."""
-    tags = [recorder.tensors.tag(t) for t in tensors]
-    mixed = [tag for tag in tags if isinstance(tag, mixing.Mixed) and B in tag.sizes]
-    if B > 1 and mixed:
-        raise CaptureError(
-            f"what the model computes for one sample depends on a statistic over the batch, {mixed[0].what}, along "
-            f"dimension {batch_dim} of the input: it mixes the samples, even where it is detached. Take statistics "
-            "per sample, or use fixed ones."
+    """Raise if one of these was computed from several samples, or from another sample than its own."""
+    reasons = [_foreign_samples(t, recorder.tensors.tag(t), batch_dim, B) for t in tensors if B > 1]
+    if any(reasons):
+        raise CaptureError(next(filter(None, reasons)))
+
+
+def _foreign_samples(t: Tensor, tag: Tag, batch_dim: int, B: int) -> str | None:
+    """What is wrong with a result, given whose it is."""
+    mixed = isinstance(tag, Mixed) and B in tag.sizes and not tag.places
+    if mixed or (isinstance(tag, Owners) and tag.several and tag.n == B):
+        assert isinstance(tag, (Mixed, Owners))
+        return (
+            "what the model computes for one sample depends on the others, by a statistic over the batch or because "
+            f"samples meet in {tag.what}, along dimension {batch_dim} of the input: it mixes the samples, even where it "
+            "is detached. Take statistics per sample, or use fixed ones; so with scales (of a quantisation)."
         )
+    if isinstance(tag, Owners) and t.ndim == 1 and tag.n == B == len(t):
+        owners = enumerate(tag.table.expand(B).tolist())
+        moved = [(place, owner) for place, owner in owners if owner >= 0 and owner != place]
+        if moved:
+            return (
+                f"loss {moved[0][0]} is computed from sample {moved[0][1]} of the input: the model moves the samples to "
+                "other places along the batch (roll, sort, permutation). Move the losses back, or shuffle before the "
+                "recording."
+            )
+    return None
 
 
 def check_places(recorder: Recorder, outputs: Sequence[scalar.Output]) -> None:

@@ -23,6 +23,10 @@ class Solved:
     layout: lay.Layout | None
 
 
+class Halved(CaptureError):
+    """Something is derived from a parameter partly before and partly after samples came in."""
+
+
 Accepted = list[tuple[Solved, set[int]]]  # uses that count, each with the ids of the sources it counts for
 
 
@@ -40,10 +44,14 @@ def _accept(recorder: Recorder, uses: list[Solved]) -> list[tuple[Solved, set[in
     that output is accounted for and drops out of the uses further on.
     """
     accepted: list[tuple[Solved, set[int]]] = []
-    settled = {id(item.use) for item in uses if not item.use.strong and item.layout is not None}
+    settled = {id(item.use): item.g for item in uses if not item.use.strong and item.layout is not None}
+    begun = {node for item in uses if id(item.use) in settled for node in _begins(item.use)}
     for item in uses:
         use = item.use
         if not use.strong and item.layout is None:
+            # Another output of the same call has samples of its own: what comes by this one would be lost.
+            if begun.intersection(_begins(use)) and bool((item.g != 0).any()):
+                _refuse_mixed(recorder, use)
             continue
         wanted = {id(s) for s in use.sources if item.g.numel() and _uncovered(recorder, use, s, settled)}
         if wanted and item.layout is None:
@@ -52,25 +60,31 @@ def _accept(recorder: Recorder, uses: list[Solved]) -> list[tuple[Solved, set[in
     return accepted
 
 
-def _uncovered(recorder: Recorder, use: Use, source: Tensor | Carried, settled: set[int]) -> bool:
+def _begins(use: Use) -> set[Node]:
+    """The nodes at which a candidate takes over from its sources."""
+    return {alias.grad_fn for alias in use.aliases} | ({use.tap.node} if use.ways is not None else set())
+
+
+def _uncovered(recorder: Recorder, use: Use, source: Tensor | Carried, settled: dict[int, Tensor]) -> bool:
     """Whether `source` reaches a parameter by a way that no settled candidate accounts for."""
     if id(source) in recorder.tensors.parameters:
         return True
-    direct, through = False, False
+    direct, through = False, list[Tensor]()
     seen, stack = set(), [node_of(source)]
     while stack:
         node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
-        if any(id(owner) in settled for owner in recorder.tensors.alias_nodes.get(node, ())):
-            through = True
+        if owners := [owner for owner in recorder.tensors.alias_nodes.get(node, ()) if id(owner) in settled]:
+            through += [settled[id(owner)] for owner in owners]
             continue
         direct = direct or id(getattr(node, "variable", None)) in recorder.tensors.parameters
         stack.extend(below for below, _ in node.next_functions if below is not None)
-    if direct and through:
+    # Zeros have any layout: what they add is nothing, here and there.
+    if direct and any(bool(g.count_nonzero()) for g in through):
         names = ", ".join(map(repr, recorder.tensors.names_of(source)))
-        raise CaptureError(
+        raise Halved(
             f"a tensor of shape {tuple(source.shape)}, given to {use.name} at {use.where}, is derived from {names} partly "
             "before and partly after the batch came in. Compute the two parts separately."
         )

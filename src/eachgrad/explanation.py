@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from eachgrad import footprint, plan
 from eachgrad import uses as use_blocks
 from eachgrad.blocks import Dense, Outer
+from eachgrad.blocks.base import place_of
 from eachgrad.gradient import costs_of
 from eachgrad.receipt import call_loss
 
@@ -150,7 +151,7 @@ def _sharing(grads: PerSampleGrads, names: set[str], costs: dict[str, plan.Cost]
             continue
         if plan.gram_samples(cost.B, cost.T) < cost.B:  # a few samples at a time: nothing is left to share
             continue
-        sides = {(t.data_ptr(), t.shape, t.stride()): t.shape[2] for t in (block.left, block.right)}
+        sides = {place_of(t): t.shape[2] for t in (block.left, block.right)}
         spared = sum(plan.gram_flops(cost.B, cost.T, width) for key, width in sides.items() if key in seen)
         seen |= set(sides)
         if spared:

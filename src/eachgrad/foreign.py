@@ -10,21 +10,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.modules import module as module_hooks
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointFunction
 
 from eachgrad.errors import CaptureError, UnsupportedOp
-from eachgrad.functions import Place
+from eachgrad.functions import Place, op_name
 from eachgrad.graph import Node, own_history, replace, source_at, tensors_in
 from eachgrad.pieces import FunctionNode, Scripted, Span
+from eachgrad.rules import RULES
 from eachgrad.rules.registry import DenseRule, Rule
-from eachgrad.use import Tap, Use
+from eachgrad.use import Tap, Use, autocast_of, version_of
 
 if TYPE_CHECKING:
     from eachgrad.capture import Recorder
@@ -62,21 +65,51 @@ def record_function(recorder: Recorder, node: Node) -> None:
     if not sources:
         return
     places = tuple(k for k, kind in zip(arguments, kinds, strict=True) if kind is not None)
+    shapes = tuple((source.shape, source.dtype) for source in sources)
     ways = tuple(below for (below, _), kind in zip(edges, kinds, strict=True) if kind is None)
     strong = bool(ways) or node in recorder.tensors.certain
     function: Any = node._forward_cls
     code, here = function.forward.__code__, recorder.place()
     # Nobody sees the call. Where its result is met in a forward, that module is named too.
     where = Place(f"{code.co_filename}:{code.co_firstlineno}", here.module, here.root)
+    # What its backward computes again is its own business: there parameters stay attached.
+    node.register_prehook(partial(_begins, ref(recorder)))
+    node.register_hook(partial(_ends, ref(recorder)))
     for output, like in enumerate(node._input_metadata):
         tap = Tap(GradientEdge(node, output), torch.Size(like.shape), like.dtype, like.device)
         recorder.add(
             Use(
                 function, _RULE, (), {}, sources, tap, strong, where,
-                recorder.ops_so_far, piece=FunctionNode(node, output, places), ways=ways, parameters=recorder.naming(sources),
+                recorder.ops_so_far, ways=ways,
+                piece=FunctionNode(node, output, places, shapes, partial(_unseen, ref(recorder))),
+                parameters=recorder.naming(sources),
             )
         )  # fmt: skip
     recorder.tensors.opaque = True
+
+
+@contextmanager
+def _unseen(recorder: ref[Recorder]) -> Iterator[None]:
+    """The backward of a Function runs: its ops are not recorded."""
+    found = recorder()
+    if found is None:
+        yield
+        return
+    before, found.unseen = found.unseen, True
+    try:
+        yield
+    finally:
+        found.unseen = before
+
+
+def _begins(recorder: ref[Recorder], gradients: Any) -> None:
+    if (found := recorder()) is not None:
+        found.unseen = True
+
+
+def _ends(recorder: ref[Recorder], inputs: Any, gradients: Any) -> None:
+    if (found := recorder()) is not None:
+        found.unseen = False
 
 
 # An op by its part of the graph
@@ -141,10 +174,17 @@ def record_inside(recorder: Recorder, func: Callable, args: tuple, kwargs: dict,
     aliases: dict[int, Tensor] = {}
     if carriers and (strong or any(recorder.tensors.may_have_samples(t) for t in others)):
         _check_transforms(recorder, next(iter(carriers.values())))
+        if func in RULES and RULES[func].bind(args, kwargs).get("scale_grad_by_freq"):
+            raise UnsupportedOp(
+                f"parameter {recorder.tensors.names_of(next(iter(carriers.values())))[0]!r} is used by {op_name(func)} with "
+                f"scale_grad_by_freq under torch.vmap at {recorder.place()}: its counts are those of the whole batch there. "
+                "Call it outside of vmap."
+            )
         aliases = {id(t): torch.ops.aten.alias(t) for t in carriers.values()}
         new = {id(t): _wrapped_like(t, aliases[id(carriers[id(t)])]) for t in found if id(t) in carriers}
         args, kwargs = replace((args, kwargs), new)
-    out = func(*args, **kwargs)
+    with recorder.tensors.watched():  # also a Function in it: what it is made of is part of this op
+        out = func(*args, **kwargs)
     sources = list({id(t): t for t in carriers.values()}.values())
     for t in map(_physical, tensors_in(out)):
         if aliases and t.requires_grad:
@@ -190,12 +230,13 @@ def modules_watched(recorder: Recorder, model: nn.Module) -> Iterator[None]:
         elif isinstance(module, torch.jit.ScriptModule):  # its parts are called by itself, unseen
             scripts[id(module)] = path
     if scripts:
-        hooks.append(register_module_forward_hook(partial(_script_called, recorder, scripts)))
+        hooks.append(register_module_forward_hook(partial(_script_called, recorder, scripts), with_kwargs=True))
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+            module_hooks._global_forward_hooks_with_kwargs.pop(hook.id, None)  # torch leaves it behind
 
 
 def _check_encoder(path: str, module: nn.TransformerEncoder, args: tuple, kwargs: dict) -> None:
@@ -220,21 +261,26 @@ def _check_encoder(path: str, module: nn.TransformerEncoder, args: tuple, kwargs
     )
 
 
-def _script_called(recorder: Recorder, scripts: dict[int, str], module: nn.Module, args: Any, out: Any) -> Any:
+def _script_called(
+    recorder: Recorder, scripts: dict[int, str], module: nn.Module, args: tuple, kwargs: dict, out: Any
+) -> Any:
     if id(module) not in scripts or not torch.is_grad_enabled():
         return None
     path = scripts[id(module)]
     sources = tuple(p for p in module.parameters() if id(p) in recorder.tensors.parameters)
     if not sources:
         return None
-    for t in tensors_in(args):
+    given = tensors_in((args, kwargs))
+    for t in given:
         if recorder.tensors.carrier(t) is not None:
             raise CaptureError(
                 f"the scripted module {path!r} is given something computed from parameter "
                 f"{recorder.tensors.names_of(t)[0]!r} at {recorder.place()}, and its ops cannot be seen: record the "
                 "nn.Module it was made from"
             )
-    ways = tuple(t.grad_fn for t in tensors_in(args) if t.grad_fn is not None)
+    ways = tuple(t.grad_fn for t in given if t.grad_fn is not None)
+    # It is run again on the same values.
+    versions = tuple(version_of(t) for t in (*given, *module.parameters(), *module.buffers()))
     single = isinstance(out, Tensor)
     if not single and type(out) not in (tuple, list):
         raise CaptureError(
@@ -244,7 +290,8 @@ def _script_called(recorder: Recorder, scripts: dict[int, str], module: nn.Modul
     parts = []
     for k, t in enumerate([out] if single else out):
         if isinstance(t, Tensor) and t.requires_grad:
-            piece = Scripted(module, path, args, None if single else k, sources)
+            autocast = autocast_of(t.device.type)
+            piece = Scripted(module, path, args, kwargs, None if single else k, sources, autocast)
             recorder.add(
                 Use(
                     type(module),
@@ -256,6 +303,7 @@ def _script_called(recorder: Recorder, scripts: dict[int, str], module: nn.Modul
                     True,
                     recorder.place(),
                     recorder.ops_so_far,
+                    versions=versions,
                     piece=piece,
                     ways=ways,
                     parameters=recorder.naming(sources),

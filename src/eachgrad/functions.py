@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +74,16 @@ def can_be_opened(func: Callable) -> bool:
     if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch"):
         return False
     return any(name.startswith("has_torch_function") for name in func.__code__.co_names)
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Autocast off: what is computed from gradients is computed in their own precision, or better."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def plainer(func: Callable, args: tuple) -> tuple[Callable, tuple]:

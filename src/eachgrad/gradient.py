@@ -12,7 +12,8 @@ from torch import Tensor
 
 from eachgrad import plan
 from eachgrad.blocks import Block
-from eachgrad.blocks.base import Shared, real_dtype
+from eachgrad.blocks.base import Shared, place_of, real_dtype
+from eachgrad.functions import without_autocast
 
 if TYPE_CHECKING:
     from eachgrad.use import Use
@@ -34,6 +35,7 @@ class Gradient:
     def shape(self) -> torch.Size:
         return torch.Size((self.batch_size, *self.parameter.shape))
 
+    @without_autocast()
     def dense(self) -> Tensor:
         """The gradients themselves, (B, *shape), in the parameter's dtype."""
         block = self.checked()
@@ -41,6 +43,7 @@ class Gradient:
             return self.parameter.detach().new_zeros(self.shape)
         return block.dense().to(self.parameter.dtype)
 
+    @without_autocast()
     def squared_norms(self, shared: Shared | None = None) -> Tensor:
         """(B,), in float32 or better; computed once. `shared` is what other parameters' norms have found before."""
         block = self.checked()
@@ -53,6 +56,7 @@ class Gradient:
         """(B,), in float32 or better."""
         return root(self.squared_norms())
 
+    @without_autocast()
     def weighted_sum(self, c: Tensor) -> Tensor:
         """sum_i c[i] g[i], (*shape), in the parameter's dtype; (K, *shape) for c (K, B)."""
         if c.ndim not in (1, 2) or c.shape[-1] != self.batch_size:
@@ -66,6 +70,7 @@ class Gradient:
         value = block.weighted_sum(c) if c.ndim == 1 else block.weighted_sums(c)
         return value.to(self.parameter.dtype)
 
+    @without_autocast()
     def dot(self, direction: Tensor, positions: bool = False) -> Tensor:
         """<g[i], v>, real part: (B,) for v (*shape), (B, K) for v (K, *shape).
 
@@ -86,6 +91,7 @@ class Gradient:
             value = self._real(block.dot(directions.to(self.parameter.device)))
         return value if many else value[:, 0]
 
+    @without_autocast()
     def dot_by_position(self, direction: Tensor) -> Tensor | None:
         """<g[i], v> as its positions share in it, (B, T) or (B, T, K); None where there are none."""
         many, directions = self._directions(direction)
@@ -104,6 +110,7 @@ class Gradient:
         direction = direction if self.attached else direction.detach()
         return many, direction if many else direction[None]
 
+    @without_autocast()
     def gram(self, other: Gradient) -> Tensor:
         """<g[i], h[j]> with the gradients of the same parameter for other samples, real part: (B, B')."""
         if self.parameter.shape != other.parameter.shape:
@@ -182,17 +189,13 @@ def root(squares: Tensor) -> Tensor:
 def costs_of(gradients: Mapping[str, Gradient]) -> dict[str, plan.Cost]:
     """The cost of each; of a factor that several hold, such as the input of q, k and v, each is charged its share."""
     factors = {name: g.block.factors() if g.block is not None else () for name, g in gradients.items()}
-    users = Counter(_place(t) for some in factors.values() for t in some)
+    users = Counter(place_of(t) for some in factors.values() for t in some)
     found = {}
     for name, gradient in gradients.items():
         cost = gradient.cost()
-        spared = sum(t.nbytes * (1 - 1 / users[_place(t)]) for t in factors[name])
+        spared = sum(t.nbytes * (1 - 1 / users[place_of(t)]) for t in factors[name])
         found[name] = replace(cost, factors=cost.factors - round(spared)) if spared else cost
     return found
-
-
-def _place(t: Tensor) -> tuple:
-    return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device
 
 
 def total(parts: Sequence[Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ piece, batched by vmap where its ops allow.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +70,8 @@ class FunctionNode(Piece):
     node: Node
     output: int
     places: tuple[int, ...]  # of the sources among the arguments of forward
+    like: tuple[tuple[torch.Size, torch.dtype], ...]  # the shape and dtype of each source
+    unseen: Callable[[], AbstractContextManager[None]]  # in which its backward is not recorded
 
     def pull(self, g: Tensor, create_graph: bool = False) -> Pulled:
         with torch.set_grad_enabled(create_graph):
@@ -77,16 +80,25 @@ class FunctionNode(Piece):
     def pull_all(self, rows: Tensor) -> Pulled:
         # vmap returns no None: say which there are beforehand.
         known = [t is not None for t in self.pull(rows[0])]
-        found = torch.func.vmap(lambda g: tuple(t for t in self._pull(g) if t is not None))(rows)
+        with torch.no_grad():
+            found = torch.func.vmap(lambda g: tuple(t for t in self._pull(g) if t is not None))(rows)
         values = iter(found)
         return tuple(next(values) if k else None for k in known)
 
     def _pull(self, g: Tensor) -> Pulled:
         outputs = [torch.zeros(tuple(m.shape), dtype=m.dtype, device=m.device) for m in self.node._input_metadata]
         outputs[self.output] = g
-        found = self.node.apply(*outputs)
+        with self.unseen():
+            found = self.node.apply(*outputs)
         found = found if isinstance(found, tuple) else (found,)
-        return tuple(found[k] for k in self.places)
+        return tuple(_fitted(found[k], *like) for k, like in zip(self.places, self.like, strict=True))
+
+
+def _fitted(t: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+    """What autograd makes of a gradient that a backward returns: a backward need not sum what was broadcast."""
+    if t is None or t.is_sparse:
+        return t
+    return (t if t.shape == shape else t.sum_to_size(shape)).to(dtype)
 
 
 @dataclass(eq=False)
@@ -96,8 +108,10 @@ class Scripted(Piece):
     module: nn.Module
     path: str
     args: tuple
+    kwargs: dict
     output: int | None
     sources: tuple[Tensor, ...]
+    autocast: tuple[str, torch.dtype] | None = None
     recorded: bool = False
     _out: Tensor | None = field(default=None, repr=False)
 
@@ -112,8 +126,23 @@ class Scripted(Piece):
         return self._out
 
     def _run(self, cut: Callable[[Tensor], Tensor]) -> Tensor:
-        found = self.module(*mapped(lambda t: cut(t.detach()), self.args))
+        args, kwargs = mapped(lambda t: cut(t.detach()), (self.args, self.kwargs))
+        with torch.autocast(*self.autocast) if self.autocast is not None else nullcontext():
+            found = self.module(*args, **kwargs)
         return found if self.output is None else found[self.output]
+
+    def _agree(self, whole: Tensor, rows: Tensor) -> bool:
+        """Whether these have the same values, and the same derivative in a direction taken at random."""
+        generator = torch.Generator().manual_seed(0)
+        v = torch.randn(whole.shape, generator=generator).to(whole)
+        try:
+            pulled = [_grad(out, self.sources, v, retain_graph=True, allow_unused=True) for out in (whole, rows)]
+        except RuntimeError:  # it changes a buffer of its own that it has used
+            return False
+        pairs = [(a, b) for a, b in zip(*pulled, strict=True) if a is not None or b is not None]
+        return _near(rows.detach(), whole.detach(), whole.dtype) and all(
+            a is not None and b is not None and _near(b, a, whole.dtype) for a, b in pairs
+        )
 
     def check(self, what: str, B: int, create_graph: bool) -> None:
         """Each sample alone must give its part of the output: nothing else shows what a script does."""
@@ -123,22 +152,29 @@ class Scripted(Piece):
                 "nn.Module it was made from, or ask without create_graph"
             )
         with torch.enable_grad():
-            whole = self._again().detach()
-        sizes = {len(t) if t.ndim else None for t in tensors_in(self.args)}
-        if sizes == {B} and whole.ndim and len(whole) == B:
-            with torch.no_grad():
-                rows = [self._run(lambda t, i=i: t[i : i + 1]).detach() for i in range(B)]
-            scale = float(whole.abs().amax()) if whole.numel() else 0.0
-            slack = 1e3 * torch.finfo(whole.dtype).eps * max(scale, 1e-30)
-            if all(r.shape[1:] == whole.shape[1:] and len(r) == 1 for r in rows):
-                gap = (torch.cat(rows) - whole).abs()
-                if not gap.numel() or float(gap.amax()) <= slack:
+            whole = self._again()
+            sizes = {len(t) if t.ndim else None for t in tensors_in((self.args, self.kwargs))}
+            if sizes == {B} and whole.ndim and len(whole) == B:
+                rows = [self._run(lambda t, i=i: t[i : i + 1]) for i in range(B)]
+                if all(r.shape == (1, *whole.shape[1:]) for r in rows) and self._agree(whole, torch.cat(rows)):
                     return
         raise CaptureError(
             f"{what}: the scripted module {self.path!r} computes something else for a sample alone than in the batch, or not "
             "with the samples first (batch statistics, dropout). Its ops cannot be seen: record the nn.Module it was made "
             "from."
         )
+
+
+def _near(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+    """Whether these are the same but for rounding in `dtype`."""
+    if not b.numel():
+        return True
+    return float((a - b).abs().amax()) <= _slack(dtype) * max(float(b.abs().amax()), 1e-30)
+
+
+def _slack(dtype: torch.dtype) -> float:
+    # A thousand roundings; in 16 bits that would be anything.
+    return min(1e3 * torch.finfo(dtype).eps, 0.05)
 
 
 def blocks(
@@ -167,6 +203,11 @@ def blocks(
             )
         each = _one_by_one(piece, what, rows, B, create_graph)
         found = tuple(_stacked([row[k] for row in each]) for k in range(len(like)))
+        if not create_graph and _is_finite(whole := piece.pull(g)) and not _add_up(found, whole, 0.01):
+            raise CaptureError(
+                f"{what}: its derivative for the batch is not the sum of those for each sample, so that its backward mixes "
+                "the samples or is not linear in the gradient it is given. Write the backward for each sample apart."
+            )
     return tuple(
         Dense(torch.zeros((B, *source.shape), dtype=source.dtype, device=g.device) if t is None else t, how)
         for t, source in zip(found, like, strict=True)
@@ -179,6 +220,11 @@ def _one_by_one(
     try:
         return [piece.pull(rows(i, i + 1)[0], create_graph) for i in range(B)]
     except RuntimeError as error:
+        if "unpacked once" in str(error):
+            raise CaptureError(
+                f"{what}, lies inside a checkpoint, and is differentiated for each sample inside your backward, where a "
+                "checkpoint runs again only once: use eachgrad.record instead"
+            ) from error
         if "second time" not in str(error):
             raise
         raise CaptureError(
@@ -197,20 +243,31 @@ def _batched(piece: Piece, rows: Callable[[int, int], Tensor], g: Tensor, B: int
     found = tuple(
         None if some[0] is None else torch.cat([_plain(t) for t in some]) for some in zip(*parts, strict=True)
     )
-    whole = piece.pull(g)
+    return found if _add_up(found, piece.pull(g), _slack(g.dtype)) else None
+
+
+def _is_finite(found: Pulled) -> bool:
+    return all(t is None or bool(_plain(t).isfinite().all()) for t in found)
+
+
+def _add_up(found: Pulled, whole: Pulled, slack: float) -> bool:
+    """Whether the samples' gradients add up to the derivative for the batch."""
     for t, total in zip(found, whole, strict=True):
-        if (t is None) != (total is None) or (t is not None and total is not None and not _sums_to(t, _plain(total))):
-            return None
-    return found
+        if t is None or total is None:
+            if any(one is not None and bool((_plain(one) != 0).any()) for one in (t, total)):
+                return False
+        elif not _sums_to(t, _plain(total), slack):
+            return False
+    return True
 
 
-def _sums_to(rows: Tensor, total: Tensor) -> bool:
+def _sums_to(rows: Tensor, total: Tensor, slack: float) -> bool:
     if rows.shape[1:] != total.shape:
         return False
     gap, size = (rows.sum(0) - total).abs(), rows.abs().sum(0)
     if not gap.numel():
         return True
-    return bool(gap.amax() <= 1e3 * torch.finfo(rows.dtype).eps * size.amax().clamp(min=1e-30))
+    return bool(gap.amax() <= slack * size.amax().clamp(min=1e-30))
 
 
 def _stacked(rows: list[Tensor | None]) -> Tensor | None:

@@ -62,7 +62,7 @@ def keep(
     model: nn.Module, key: Hashable, uses: list[Use], plain: list[Tensor | None], found: list[Solved]
 ) -> Plan | None:
     """Remember what was measured, if it is regular and certain enough to hold for the next forward."""
-    certain = all(use.strong for use in uses) and all(_is_regular(item.layout) for item in found)
+    certain = all(use.strong for use in uses) and all(is_regular(item.layout) for item in found)
     kept = _plans.setdefault(model, {})
     if not certain:
         kept.pop(key, None)
@@ -76,5 +76,5 @@ def keep(
     return plan
 
 
-def _is_regular(layout: lay.Layout | None) -> bool:
+def is_regular(layout: lay.Layout | None) -> bool:
     return isinstance(layout, lay.Along) and layout.alone and (layout.fold is None or layout.fold.kind != "ragged")

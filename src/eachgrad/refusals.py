@@ -34,7 +34,11 @@ def refuse_call(recorder: Recorder, func: Callable, t: Tensor, why: Exception) -
 
 
 def check_derivative(recorder: Recorder, func: Callable, args: tuple, kwargs: dict) -> None:
-    if kwargs.get("create_graph") or any(args[4:5]) or func is not torch.autograd.grad:
+    again = kwargs.get("create_graph") or any(args[4:5]) or func is not torch.autograd.grad
+    # A Function that was given no parameter asks for one in its backward: what it does with it is not seen.
+    asked = tensors_in((args[1:2], kwargs.get("inputs")))
+    hidden = recorder.replaying and not recorder.unseen and any(id(t) in recorder.tensors.parameters for t in asked)
+    if again or hidden:
         if recorder.replaying:
             raise CaptureError(
                 f"torch.autograd.{func.__name__} at {recorder.place()} runs in the backward of another op, where parameters "
@@ -83,7 +87,18 @@ def check_nested(recorder: Recorder, func: Callable, args: tuple, kwargs: dict, 
         )
 
 
+def check_observer(recorder: Recorder, func: Callable, args: tuple, kwargs: dict) -> None:
+    """Quantisation that measures its scale on the batch; weights have none, and a fixed scale is any number."""
+    x, observing = args[0], args[1] if len(args) > 1 else kwargs["observer_on"]
+    if recorder.batch_size != 1 and recorder.tensors.is_strong(x) and bool(observing):
+        raise UnsupportedOp(
+            f"{op_name(func)} at {recorder.place()} takes its scale from the batch: it mixes the samples of a batch, so that "
+            "no sample has a gradient of its own. Call model.apply(torch.ao.quantization.disable_observer) first."
+        )
+
+
 CHECKED: dict[Callable, Callable[[Recorder, Callable, tuple, dict], None]] = {
     torch.autograd.grad: check_derivative, torch.autograd.backward: check_derivative,
     torch.Tensor.backward: check_derivative, F.batch_norm: check_batch_norm, torch.batch_norm: check_batch_norm,
+    torch.fused_moving_avg_obs_fake_quant: check_observer,
 }  # fmt: skip

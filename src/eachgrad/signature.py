@@ -16,9 +16,9 @@ from eachgrad.graph import Node, tensors_in
 # Ops that move rows to where a tensor says; with such a tensor a forward has no signature.
 _INDEXED = set(
     """
-    __getitem__ __setitem__ index_select gather take take_along_dim scatter scatter_ scatter_add scatter_add_ index_add
-    index_add_ index_copy index_copy_ index_put index_put_ masked_select masked_scatter index_fill scatter_reduce
-    repeat_interleave _pack_padded_sequence _pad_packed_sequence lstm gru rnn_tanh rnn_relu
+    __getitem__ __setitem__ index index_select gather take take_along_dim scatter scatter_add index_add index_copy index_put
+    masked_select masked_scatter index_fill scatter_reduce index_reduce put select narrow slice repeat_interleave
+    _pack_padded_sequence _pad_packed_sequence lstm gru rnn_tanh rnn_relu
     """.split()
 )
 _PLAIN = {int, float, bool, str, type(None)}
@@ -29,6 +29,7 @@ _MOVING = {"flip", "roll", "rot90", "fliplr", "flipud", "cumsum", "cumprod", "lo
 _MOVING_NODES = ("Flip", "Roll", "Rot90", "Cum", "LogCumsumexp", "Mm", "Mv", "Addmm", "Addmv", "Dot", "Index", "Gather")
 _PRODUCTS = {"einsum", "matmul", "__matmul__", "__rmatmul__", "mm", "mv", "addmm", "addmv", "dot", "vdot", "inner"}
 _SUMMING = {"tensordot", "multi_dot", "chain_matmul", "addbmm", "vecdot", "bilinear", "cov", "corrcoef", "kron"}
+_BATCHED = {"bmm", "baddbmm"}
 _WEIGHTED = {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
 _BY_VALUE = {"sort", "argsort", "topk", "kthvalue", "unique", "nonzero", "msort"}
 
@@ -59,7 +60,10 @@ class Signature:
         """An op more; `numbers` says which tensors of the batch it is given: Python may put rows in any order."""
         if self.value is None:
             return
-        name = getattr(func, "__name__", "")
+        name = _plain_name(func)
+        if any(isinstance(k, slice) and tensors_in((k.start, k.stop, k.step)) for k in _flat(args)):
+            self.value = None
+            return
         indexed = name in _INDEXED and any(not t.is_floating_point() and not t.is_complex() for t in tensors)
         if name in _LOOK_UPS:  # of a parameter's rows it moves none of the batch
             indexed = not any(isinstance(t, nn.Parameter) for t in tensors)
@@ -75,7 +79,12 @@ class Signature:
             return any(map(self._counts, tensors))
         if name in _WEIGHTED:
             return len(args) > 1 and self._counts(args[1])
-        if name not in _PRODUCTS:
+        if name not in _PRODUCTS and name not in _BATCHED:
+            return False
+        # A matrix that is made anew for each batch may be one that puts rows in order.
+        if any(map(self._counts, tensors)) and any(map(self._is_made, tensors)):
+            return True
+        if name in _BATCHED:
             return False
         if func is torch.einsum and isinstance(args[0], str):
             subscripts, _, out = args[0].replace(" ", "").partition("->")
@@ -84,8 +93,22 @@ class Signature:
         right = args[0] if func is torch.Tensor.__rmatmul__ else args[-1]
         return self._counts(right) and right.ndim <= 2
 
+    def _is_made(self, t: Tensor) -> bool:
+        return not t.requires_grad and not isinstance(t, nn.Parameter) and t.ndim > 1 and not self._of_batch(t)
+
     def _counts(self, t: Any) -> bool:
         return isinstance(t, Tensor) and t.requires_grad and self._of_batch(t)
+
+
+def _plain_name(func: Callable) -> str:
+    """The name of an op without its overload, and without the underscore of what works in place."""
+    name = getattr(func, "__name__", "").partition(".")[0]
+    return name if name.endswith("__") else name.rstrip("_")
+
+
+def _flat(args: tuple) -> Iterator[Any]:
+    for item in args:
+        yield from item if isinstance(item, (tuple, list)) else (item,)
 
 
 def of_graph(nodes: Sequence[Node], since: int) -> Hashable:
@@ -127,6 +150,8 @@ def _options(node: Node) -> tuple[Hashable, ...] | None:
 
 
 def _describe(value: Any) -> Hashable:
+    if type(value) in (int, float) and value in (-1, -2):  # which have the same hash
+        return "minus", -value
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Tensor) and is_lazy(value):  # of a lazy module that is making its parameters

@@ -14,11 +14,12 @@ from torch.nn.utils.rnn import PackedSequence
 
 from eachgrad import checks, foreign, lossgraph, recall, scalar, stream
 from eachgrad.capture import Recorder
-from eachgrad.cover import Solved, accept, check_complete
+from eachgrad.cover import Halved, Solved, accept, check_complete
 from eachgrad.errors import CaptureError
+from eachgrad.functions import without_autocast
 from eachgrad.gradient import Gradient, costs_of
 from eachgrad.grads import PerSampleGrads
-from eachgrad.graph import named_trainable, node_of, tensors_in
+from eachgrad.graph import graph_nodes, named_trainable, node_of, tensors_in
 from eachgrad.passes import Passes, marked
 from eachgrad.plan import parse_bytes
 from eachgrad.queries import Accumulator, Answer, Over, Query
@@ -127,6 +128,7 @@ class Tape:
         for hook in self._hooks:
             hook.remove()
 
+    @without_autocast()
     def backward(self, losses: Tensor, loss_reduction: str | None = None) -> PerSampleGrads:
         """The gradient of each sample's loss: `losses` is (B,), or one number with "sum" or "mean".
 
@@ -146,6 +148,7 @@ class Tape:
     @overload
     def ask(self, losses: Tensor, *, loss_reduction: str | None = None, into: Accumulator) -> None: ...
 
+    @without_autocast()
     def ask(self, losses, *, loss_reduction=None, into=None, **queries):
         """Answers to questions that are known before the backward: {name: answer} as attributes.
 
@@ -178,7 +181,7 @@ class Tape:
         self, asked: Accumulator, passes: Passes, plan: recall.Plan, losses: Tensor, parameters: dict[str, Any]
     ) -> None:
         check_complete(self.recorder, [], [losses])
-        checks.check_statistics(self.recorder, self.batch_dim, [losses], len(losses))
+        checks.check_statistics(self.recorder, self.batch_dim, self._ends([losses]), len(losses))
         over = Over(parameters, aliases_of(self.model), self.budget)
         twice = asked.needs_again(over, plan.costs)
 
@@ -279,8 +282,12 @@ class Tape:
         )
 
     def _answer(self, uses: list[Solved], loss: Tensor, ends: list[Tensor], B: int) -> PerSampleGrads:
-        accepted = accept(self.recorder, uses, [loss])
-        checks.check_statistics(self.recorder, self.batch_dim, ends, B)
+        try:
+            accepted = accept(self.recorder, uses, [loss])
+        except Halved:  # a statistic over the batch is what it most likely comes from
+            checks.check_statistics(self.recorder, self.batch_dim, self._ends(ends), B)
+            raise
+        checks.check_statistics(self.recorder, self.batch_dim, self._ends(ends), B)
         blocks = blocks_of(self.recorder, accepted, B)
         parameters = self.trainable
         guards = tuple(item.use for item, wanted in accepted if wanted)
@@ -291,6 +298,11 @@ class Tape:
         if self.check:
             check_weighted_sum(grads, loss, self.recorder, parameters)
         return grads
+
+    def _ends(self, ends: list[Tensor]) -> list[Tensor]:
+        """These, and the model's outputs behind them: a loss may be computed outside of the block."""
+        nodes = set(graph_nodes([t.grad_fn for t in ends]))
+        return [*ends, *(t for t in tensors_in(self.outputs) if t.grad_fn is not None and t.grad_fn in nodes)]
 
     # Hooks on the model, gone with the context
 

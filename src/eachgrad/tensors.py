@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from eachgrad import mixing
+from eachgrad import mixing, moves
 from eachgrad.errors import UnsupportedOp
 from eachgrad.foreign import is_function
 from eachgrad.functions import op_name
 from eachgrad.graph import Carried, Node, graph_nodes, node_of, tensors_in
+from eachgrad.tags import Loose, Owners
 
 if TYPE_CHECKING:
     from eachgrad.use import Use
@@ -30,6 +31,7 @@ class Tensors:
         self.constants = {id(t) for t in constants}
         self.alias_nodes: dict[Node, list[Use]] = {}  # where uses that stayed attached begin
         self.tap_nodes: set[Node] = set()  # the outputs of certain uses
+        self.closed = False  # every tensor that holds samples is known: others are constants
         self.opaque = False  # a tensor of the batch came out of something that was not seen
         self._strong: dict[int, tuple[ref, int]] = {}  # with the number of each
         self._count = 0
@@ -54,23 +56,42 @@ class Tensors:
         found = self._tags.get(id(t))
         return found[1] if found is not None and found[0]() is t else None
 
-    def set_tag(self, value: Any, tag: mixing.Tag) -> None:
-        for t in tensors_in(value):
-            self._tags[id(t)] = (ref(t), tag)
+    def set_tag(self, inputs: Sequence[Tensor], dim: int) -> None:
+        """Inputs whose samples lie along `dim`. Beside one that certainly has samples, others are masks, perhaps."""
+        strong = [t.ndim for t in inputs if self.is_strong(t)]
+        for t in inputs:
+            if self.tag(t) is None:  # what an earlier call has computed is known better
+                certain = not strong or (self.is_strong(t) and t.ndim == max(strong))
+                self._tags[id(t)] = (ref(t), dim if certain else Loose(dim))
 
     def follow(self, func: Callable, args: tuple, kwargs: dict, out: Any) -> None:
         if not self._tags:
             return
-        tagged = [(t, tag) for t in tensors_in((args, kwargs)) if (tag := self.tag(t)) is not None]
-        if tagged:
+        # For every op: `self.tag` written out.
+        tagged = []
+        for t in tensors_in((args, kwargs) if kwargs else args):
+            found = self._tags.get(id(t))
+            if found is not None and found[1] is not None and found[0]() is t:
+                tagged.append((t, found[1]))
+        if not tagged:
+            return
+        if func is torch.Tensor.__setitem__:
+            out, tag = args[0], moves.assigned(args, tagged)
+        else:
             tag = mixing.follow(func, args, kwargs, out, tagged)
-            if isinstance(tag, mixing.Mixed) and not tag.what:
-                tag = replace(tag, what=f"{op_name(func)} at {self.place()}")
-            self.set_tag(out, tag)
-            if func is torch.Tensor.__setitem__ and (
-                mixed := [tag for _, tag in tagged if isinstance(tag, mixing.Mixed)]
-            ):
-                self.set_tag(args[0], mixed[0])
+            if isinstance(tag, int) and isinstance(out, Tensor):
+                self._tags[id(out)] = (ref(out), tag)
+                return
+        for t, each in zip(out, tag, strict=True) if isinstance(tag, list) else [(t, tag) for t in tensors_in(out)]:
+            # What ran inside a function that is not known itself was followed there.
+            if each is not None or any(t is s for s, _ in tagged):
+                self._tags[id(t)] = (ref(t), self._placed(each, func))
+
+    def _placed(self, tag: mixing.Tag, func: Callable) -> mixing.Tag:
+        """The tag with the op that brought samples together, if it was this one."""
+        if isinstance(tag, int) or tag is None or tag.what or (isinstance(tag, Owners) and not tag.several):
+            return tag
+        return replace(tag, what=f"{op_name(func)} at {self.place()}")
 
     def is_strong(self, t: Tensor) -> bool:
         found = self._strong.get(id(t))
@@ -83,7 +104,7 @@ class Tensors:
 
     def may_have_samples(self, t: Tensor) -> bool:
         """Whether `t`, of which nothing is known, may hold samples: it is no number and no buffer."""
-        return t.ndim > 0 and id(t) not in self.constants
+        return t.ndim > 0 and id(t) not in self.constants and not self.closed
 
     def carrier(self, t: Tensor) -> str | None:
         """'pure' or 'impure' for a tensor that carries parameters, None for any other.
@@ -153,6 +174,8 @@ class Tensors:
         """Whether what made this node was seen: an op on carriers, or something before the recording."""
         if getattr(node, "variable", None) is not None or isinstance(node, BackwardCFunction):
             return True
+        if node.name().startswith(_SHAPES):  # of one tensor: nothing else comes in (vmap moves dimensions so)
+            return True
         return node._sequence_nr() < self._begin or self._was_seen(node)
 
     def _was_seen(self, node: Node) -> bool:
@@ -175,6 +198,9 @@ class Tensors:
             return [self.parameters[id(t)]]
         variables = (getattr(node, "variable", None) for node in graph_nodes([node_of(t)]))
         return [self.parameters[id(v)] for v in variables if id(v) in self.parameters]
+
+
+_SHAPES = ("Permute", "Transpose", "View", "UnsafeView", "Expand", "Unsqueeze", "Squeeze", "Alias")
 
 
 class _Watch:

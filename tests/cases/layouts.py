@@ -368,6 +368,16 @@ SAMPLES = [
         lambda g: (torch.ones(B, B).tril(), reals(B, B, d)(g)), cut=cut_only(1),
     ),
     Case(
+        "detached samples sorted and brought back", ("sorted lengths",),
+        net(lambda m, x: m.b(x.flip(0).detach() + m.a(x).detach().flip(0)).flip(0), a=linear(d, d), b=linear(d, 2)),
+        SEQUENCE,
+    ),
+    Case(
+        "a scale of its own for every sample", ("detached statistic",),
+        net(lambda m, x: m.b(x / m.a(x).detach().abs().amax((1, 2), keepdim=True)), a=linear(d, d), b=linear(d, 2)),
+        SEQUENCE,
+    ),
+    Case(
         "adversarial input made while recording", ("double backward", "module used twice"),
         lambda: nn.Sequential(nn.Linear(d, 4), nn.Tanh(), nn.Linear(4, 2)), batch(reals(B, d)), adversarial,
     ),

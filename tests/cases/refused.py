@@ -100,6 +100,18 @@ REFUSED = [
         "mean over the batch of a transposed input", lambda m, x: m.b(m.a(x - x.mT.mean(-1))), CaptureError,
         "statistic over the batch", x=reals(B, d),
     ),
+    refused(
+        "one sample compared with all", lambda m, x: m.b(m.a(x - x[0])), CaptureError, "samples meet in", "sub at",
+    ),
+    refused("mixup of the input", lambda m, x: m.b(m.a(x + x.flip(0))), CaptureError, "samples meet in", "add at"),
+    refused(
+        "one scale for the activations of all samples",
+        lambda m, x: (lambda h: m.b(h / h.detach().abs().max()))(m.a(x)), CaptureError, "max at", "per sample",
+    ),
+    refused(
+        "detached mean over folded tokens", lambda m, x: (lambda h: m.b(h - h.detach().reshape(-1, 4).mean(0)))(m.a(x)),
+        CaptureError, "mean at", "per sample",
+    ),
     refused("recorded input changed in place", changed_after_use, RuntimeError, "place"),
     refused(
         "op without a rule", lambda m, x: torch.linalg.lstsq(m.w, x)[0], UnsupportedOp, "'w'", "lstsq", x=reals(d, B),

@@ -85,8 +85,11 @@ class Outer(Block):
     def _gram(self, shared: Shared) -> tuple[Tensor, Tensor]:
         """Squared norms, and the size of the terms that they are sums of: sum (A A^T) * (G G^T)."""
         # Never below float32: in bfloat16 this sum was wrong by up to 7% where gradients cancel over T.
-        dtype = accumulation_dtype(torch.promote_types(self.left.dtype, self.right.dtype))
-        left, right = self.left.to(dtype), self.right.to(dtype)
+        left, right = self._factors()
+        if not (
+            left.is_cuda and left.element_size() == 2
+        ):  # tensor cores multiply sixteen bits exactly, and add in float32
+            left, right = (t.to(accumulation_dtype(t.dtype)) for t in (left, right))
         step = plan.gram_samples(len(left), left.shape[1])
         if step >= len(left):
             return _gram(left, right, shared)

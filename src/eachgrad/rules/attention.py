@@ -32,4 +32,6 @@ def _attention(
         scores = scores.masked_fill(~attn_mask, -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    return F.dropout(scores.softmax(-1), dropout_p) @ value
+    # A row that is masked whole gives zeros, as in torch's own.
+    weights = torch._safe_softmax(scores, -1)  # pyright: ignore[reportPrivateImportUsage]
+    return F.dropout(weights, dropout_p) @ value

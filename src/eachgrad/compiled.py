@@ -1,0 +1,253 @@
+"""compile: forward, backward and every answer as one compiled graph.
+
+The compiler's front end turns the forward and the loss into a graph of torch's functions, with guards for everything
+Python decided on the way: a change of shapes or of control flow gives another graph. The recorder watches that graph run
+once, the layouts are measured as for any forward, and then forward, backward and answers are traced together, with the
+layouts as they were found, and compiled. Layouts are measured again at the 2nd, 4th, 8th, ... call of each graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from eachgrad import doubts
+from eachgrad.capture import Recorder
+from eachgrad.cover import Solved, accept
+from eachgrad.errors import CaptureError
+from eachgrad.functions import without_autocast
+from eachgrad.gradient import Gradient, costs_of
+from eachgrad.graph import named_trainable, tensors_in
+from eachgrad.passes import Passes, marked
+from eachgrad.queries import Accumulator, Answer, Over, Query
+from eachgrad.recall import is_regular
+from eachgrad.receipt import aliases_of, call_loss
+from eachgrad.solve import blocks_of, solved
+from eachgrad.tape import record
+
+
+def compile(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor],
+    *,
+    batch_dim: int = 0,
+    backend: str = "inductor",
+    mode: str | None = None,
+    **queries: Query,
+) -> Compiled:
+    """A callable that answers `queries` about the samples of a batch: `ask(x, y).norms`.
+
+    `loss_fn` is as for `verify`, and returns one loss per sample. Calls 1, 2, 4, 8, ... for each shape run eagerly and
+    measure; the others are one compiled graph. `backend` and `mode` are those of `torch.compile`. `answer.losses` has the
+    losses, and `ask.reasons()` says why something is not compiled, and is answered eagerly instead.
+    """
+    return Compiled(model, loss_fn, queries, batch_dim, {"backend": backend, "mode": mode})
+
+
+class Compiled:
+    """See `compile`."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Tensor], queries: dict[str, Query], batch_dim: int,
+        options: dict[str, Any],
+    ):  # fmt: skip
+        Accumulator(**queries)  # checks them
+        if "losses" in queries:
+            raise ValueError("losses is the name of the losses themselves: ask under another name")
+        self.model, self.loss_fn, self.queries = model, loss_fn, queries
+        self.batch_dim, self.options = batch_dim, options
+        self.graphs: list[Graph] = []
+        self._batch: tuple = ()
+        self._answer: Answer | None = None
+        self._front = torch.compile(self._losses, fullgraph=True, dynamic=False, backend=self._backend)
+
+    def __call__(self, *batch: Any) -> Answer:
+        """The answers for this batch."""
+        self._batch, self._answer = batch, None
+        with torch._dynamo.config.patch(allow_rnn=True):
+            self._front(*batch)
+        answer, self._batch, self._answer = self._answer, (), None
+        assert answer is not None
+        return answer
+
+    def reasons(self) -> list[str]:
+        """Why graphs are answered eagerly, one for each that is."""
+        return [graph.reason for graph in self.graphs if graph.reason]
+
+    def _losses(self, *batch: Any) -> Tensor:
+        return call_loss(self.model, self.loss_fn, batch)
+
+    def _backend(self, gm: GraphModule, example: Sequence[Tensor]) -> Callable[..., Any]:
+        graph = Graph(self, gm)
+        self.graphs.append(graph)
+
+        def run(*args: Any) -> Any:
+            self._answer, out = graph.run(args, self._batch)
+            return out
+
+        return run
+
+    def eager(self, batch: tuple) -> Answer:
+        """The same without the compiler."""
+        with record(self.model, batch_dim=self.batch_dim) as tape:
+            losses = call_loss(self.model, self.loss_fn, batch)
+        asked = Accumulator(**self.queries)
+        tape.ask(losses, into=asked)
+        answer = asked.answer()
+        answer.losses = losses.detach()
+        return answer
+
+
+class _NotCompiled(Exception):
+    """This graph is answered eagerly, for this reason."""
+
+
+@dataclass
+class Layouts:
+    """What was measured of a graph's uses: where samples lie, and which sources count."""
+
+    places: list[Any]  # by use, None for one without a gradient
+    wanted: list[set[int]]  # by use, positions among its sources
+
+    def accepted(self, recorder: Recorder, plain: Sequence[Tensor | None]) -> list[tuple[Solved, set[int]]]:
+        found = []
+        for use, g, place, wanted in zip(recorder.uses, plain, self.places, self.wanted, strict=True):
+            if g is not None and place is not None:
+                found.append((Solved(use, g, place), {id(use.sources[k]) for k in wanted}))
+        return found
+
+
+@dataclass
+class Graph:
+    """One graph of the front end: a forward and its loss, for one set of shapes and one way through the Python code."""
+
+    owner: Compiled
+    gm: GraphModule
+    calls: int = 0
+    reason: str = ""  # why it is not compiled, if it is not
+    layouts: Layouts | None = None
+    names: list[str | None] = field(default_factory=list)  # of each argument that is a parameter
+    inputs: set[int] = field(default_factory=set)  # arguments that hold samples
+    step: dict[Any, Callable[..., Any]] = field(default_factory=dict)  # compiled, by the state of autocast
+    spec: TreeSpec | None = None
+
+    def run(self, args: tuple, batch: tuple) -> tuple[Answer, Any]:
+        """The answer for this batch, and what the graph returns."""
+        self.calls += 1
+        due = self.calls & (self.calls - 1) == 0
+        if due or self.layouts is None:
+            answer = self.owner.eager(batch)
+            if due:
+                self._measure(args, batch)
+            return answer, (answer.losses,)
+        found = self._compiled(args)(*args)
+        sure, losses, *leaves = found
+        if not bool(sure):
+            answer = self.owner.eager(batch)
+            return answer, (answer.losses,)
+        assert self.spec is not None
+        answer = Answer(**tree_unflatten(list(leaves), self.spec))
+        answer.losses = losses
+        return answer, (losses,)
+
+    def _measure(self, args: tuple, batch: tuple) -> None:
+        """Find out where the samples lie in this graph, or why it cannot be compiled."""
+        known = {id(p): name for name, p in named_trainable(self.owner.model).items()}
+        self.names = [known.get(id(a)) for a in args]
+        given = {id(t) for t in tensors_in(batch)}
+        losses = None
+        buffers = [(a, a.clone()) for a, n in zip(args, self.names, strict=True) if isinstance(a, Tensor) and n is None]
+        try:
+            self.inputs = {k for k, a in enumerate(args) if id(a) in given}
+            recorder, losses = self._record(args)
+            B = len(losses)
+            dim = self.owner.batch_dim
+            self.inputs = {k for k in self.inputs if args[k].ndim > dim and args[k].shape[dim] == B}
+            recorder, losses = self._record(args)
+            passes = Passes(recorder, [losses])
+            plain = passes.run([losses], [torch.ones_like(losses)])
+            uses = solved(recorder, plain, marked(passes, [losses], lambda marks, k: [marks.weights(k, losses)], B))
+            accepted = accept(recorder, uses, [losses])
+            self._check(recorder, uses)
+        except (CaptureError, _NotCompiled) as error:
+            self.layouts, self.reason = None, str(error)
+            return
+        finally:
+            for a, value in buffers:
+                a.copy_(value)
+        places = {id(item.use): item.layout for item in uses}
+        wanted = {id(item.use): {k for k, s in enumerate(item.use.sources) if id(s) in some} for item, some in accepted}
+        self.layouts = Layouts(
+            [places.get(id(use)) for use in recorder.uses], [wanted.get(id(use), set()) for use in recorder.uses]
+        )
+
+    def _check(self, recorder: Recorder, uses: list[Solved]) -> None:
+        for item in uses:
+            if item.use.piece is not None:
+                raise _NotCompiled(f"{item.use}: it has no rule, and is answered eagerly")
+            if item.layout is not None and not is_regular(item.layout):
+                raise _NotCompiled(
+                    f"{item.use}: the samples lie in no regular order, which may be another one next time"
+                )
+
+    def _record(self, args: Sequence[Any]) -> tuple[Recorder, Tensor]:
+        parameters = {n: a for n, a in zip(self.names, args, strict=True) if n is not None}
+        recorder = Recorder(parameters, [], None)
+        recorder.tensors.closed = True
+        recorder.tensors.mark_strong([args[k] for k in sorted(self.inputs)])
+        with recorder:
+            out = self.gm(*args)
+        return recorder, out[0] if isinstance(out, (tuple, list)) else out
+
+    def _compiled(self, args: tuple) -> Callable[..., Any]:
+        kinds = {a.device.type for a in args if isinstance(a, Tensor)}
+        key = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds))
+        if key not in self.step:
+            from torch.fx.experimental.proxy_tensor import make_fx
+
+            self.step[key] = torch.compile(
+                make_fx(self._step, tracing_mode="fake", _allow_non_fake_inputs=True)(*args),
+                fullgraph=True,
+                dynamic=False,
+                **self.owner.options,
+            )
+        return self.step[key]
+
+    def _step(self, *args: Any) -> tuple[Tensor, ...]:
+        """Forward, backward and answers, as they are traced: whether the answers can be trusted, losses, answers."""
+        assert self.layouts is not None
+        fresh = [a if n is None else a.detach().requires_grad_() for n, a in zip(self.names, args, strict=True)]
+        with torch.enable_grad():
+            recorder, losses = self._record(fresh)
+            passes = Passes(recorder, [losses])
+            plain = passes.run([losses], [torch.ones_like(losses)], keep=False)
+        with torch.no_grad(), without_autocast(), doubts.gathered() as noted:
+            B = len(losses)
+            blocks = blocks_of(recorder, self.layouts.accepted(recorder, plain), B)
+            given = {n: a for n, a in zip(self.names, fresh, strict=True) if n is not None}
+            # A parameter that the graph does not use is no argument of it.
+            parameters: dict[str, Any] = {
+                n: given[n] if n in given else torch.empty(p.shape, dtype=p.dtype, device=p.device)
+                for n, p in named_trainable(self.owner.model).items()
+            }
+            grads = {n: Gradient(n, p, blocks.get(n), B) for n, p in parameters.items()}
+            asked = Accumulator(**self.owner.queries)
+            over = Over(parameters, aliases_of(self.owner.model), None)
+
+            def feed(add: Callable[[Gradient], None], some: set[str] | None) -> None:
+                for name, gradient in grads.items():
+                    if some is None or name in some:
+                        add(gradient)
+
+            asked.run(over, B, costs_of(grads), feed)
+            leaves, self.spec = tree_flatten(vars(asked.answer()))
+            doubt = (
+                torch.stack([d.to(losses.device) for d in noted]).any() if noted else torch.zeros((), dtype=torch.bool)
+            )
+        return (~doubt, losses.detach(), *leaves)

@@ -1,0 +1,202 @@
+"""compile: the same answers as in eager, from one graph; never from a stale one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import eachgrad
+from cases import Net
+from oracle import assert_same
+
+pytestmark = [
+    pytest.mark.usefixtures("double"),
+    pytest.mark.filterwarnings("ignore:.*is_fx_tracing will return true:UserWarning"),
+]
+B, T, d = 4, 5, 6
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Decoder(nn.Module):
+    """Tied to its embedding, with positions and a raw scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(11, d), nn.Embedding(T, d)
+        self.fc, self.norm, self.scale = nn.Linear(d, d), nn.LayerNorm(d), nn.Parameter(torch.randn(d))
+
+    def forward(self, ids):
+        h = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        h = h + self.norm(torch.tanh(self.fc(h))) * self.scale
+        return h @ self.tokens.weight.T
+
+
+def convolutions():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 6, 2, stride=2), nn.Flatten(),
+        nn.Linear(54, 5),
+    )  # fmt: skip
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(d, 2, 8, 0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def floats(*shape):
+    return lambda: (torch.randn(B, *shape), torch.randn(B))
+
+
+MODELS = {
+    "MLP": (lambda: nn.Sequential(nn.Linear(d, 8), nn.ReLU(), nn.Linear(8, 3)), floats(d)),
+    "CNN": (convolutions, floats(3, 6, 6)),
+    "encoder": (encoder, floats(T, d)),
+    "tied decoder": (Decoder, lambda: (torch.randint(11, (B, T)), torch.randn(B))),
+    "LSTM": (lambda: Net(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(d, 5, batch_first=True)), floats(T, d)),
+    "weight norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(d, 4)), nn.Tanh()), floats(T, d)),
+    "unused": (lambda: Net(lambda m, x: m.a(x), a=nn.Linear(d, 4), b=nn.Linear(d, 4)), floats(d)),
+}
+
+
+def losses(model, x, y):
+    return (model(x).flatten(1).tanh() * torch.cos(torch.arange(model(x).flatten(1).shape[1]))).sum(1) * y
+
+
+def questions():
+    return {
+        "norms": eachgrad.norms(), "each": eachgrad.norms(by="parameter"), "grad": eachgrad.clipped_sum(0.5),
+        "total": eachgrad.weighted_sum(torch.linspace(-1, 1, B)), "mean": eachgrad.mean(),
+    }  # fmt: skip
+
+
+def assert_agree(got, want, tolerance):
+    assert_same({"norms": got.norms, "losses": got.losses}, {"norms": want.norms, "losses": want.losses}, tolerance)
+    for name in ("each", "grad", "total", "mean"):
+        assert_same(getattr(got, name), getattr(want, name), tolerance)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_as_in_eager(name):
+    make, data = MODELS[name]
+    model = make()
+    ask = eachgrad.compile(model, losses, backend="aot_eager", **questions())
+    for _ in range(6):
+        batch = data()
+        assert_agree(ask(*batch), ask.eager(batch), 1e-10)
+    assert len(ask.graphs) == 1
+    assert ask.reasons() == []
+    assert len(ask.graphs[0].step) == 1
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_by_the_real_compiler():
+    make, data = MODELS["tied decoder"]
+    ask = eachgrad.compile(make(), losses, **questions())
+    for _ in range(3):
+        batch = data()
+        assert_agree(ask(*batch), ask.eager(batch), 1e-9)
+    assert ask.graphs[0].step
+
+
+def test_other_shapes_and_another_way_through_the_model_are_other_graphs():
+    class Switched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.second = nn.Linear(d, 4), nn.Linear(d, 4), False
+
+        def forward(self, x):
+            return self.b(x) if self.second else self.a(x)
+
+    model = Switched()
+    ask = eachgrad.compile(model, losses, backend="aot_eager", **questions())
+    for second in (False, True, False, True):
+        model.second = second
+        for _ in range(3):
+            batch = MODELS["MLP"][1]()
+            assert_agree(ask(*batch), ask.eager(batch), 1e-10)
+    assert len(ask.graphs) == 2
+    smaller = torch.randn(B - 1, d), torch.randn(B - 1)
+    only = eachgrad.compile(model, losses, backend="aot_eager", norms=eachgrad.norms())
+    for _ in range(3):
+        for batch in (MODELS["MLP"][1](), smaller):
+            torch.testing.assert_close(only(*batch).norms, only.eager(batch).norms, rtol=1e-10, atol=0)
+    assert len(only.graphs) == 2
+
+
+def test_dropout_draws_anew():
+    model = nn.Sequential(nn.Linear(d, 64), nn.Dropout(0.5), nn.Linear(64, 3))
+    ask = eachgrad.compile(model, losses, backend="aot_eager", norms=eachgrad.norms())
+    batch = MODELS["MLP"][1]()
+    found = [ask(*batch).norms for _ in range(7)]
+    assert ask.graphs[0].step
+    assert not torch.equal(found[4], found[5])
+    model.eval()
+    torch.testing.assert_close(ask(*batch).norms, ask.eager(batch).norms, rtol=1e-10, atol=0)
+
+
+def test_a_sample_that_is_not_finite_is_reported_as_in_eager():
+    model = MODELS["MLP"][0]()
+    ask = eachgrad.compile(model, losses, backend="aot_eager", grad=eachgrad.clipped_sum(0.5))
+    x, y = MODELS["MLP"][1]()
+    for _ in range(3):
+        ask(x, y)
+    x[2] = float("nan")
+    with pytest.raises(eachgrad.CaptureError, match=r"samples \[2\]"):
+        ask(x, y)
+
+
+def test_a_model_that_mixes_samples_is_refused():
+    model = nn.Sequential(nn.Linear(d, 4), nn.BatchNorm1d(4))
+    ask = eachgrad.compile(model, losses, backend="aot_eager", norms=eachgrad.norms())
+    with pytest.raises(eachgrad.UnsupportedOp, match="batch_norm"):
+        ask(*MODELS["MLP"][1]())
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return 2 * x * w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return 2 * g * w, (2 * g * x).sum(0)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_what_cannot_be_compiled_is_answered_eagerly_and_said():
+    model = Net(lambda m, x: Doubled.apply(m.fc(x), m.w), w=torch.randn(4), fc=nn.Linear(d, 4))
+    ask = eachgrad.compile(model, losses, backend="aot_eager", norms=eachgrad.norms())
+    for _ in range(4):
+        batch = MODELS["MLP"][1]()
+        torch.testing.assert_close(ask(*batch).norms, ask.eager(batch).norms, rtol=1e-10, atol=0)
+    (reason,) = ask.reasons()
+    assert "'w'" in reason
+
+
+def test_under_autocast():
+    model = nn.Sequential(nn.Linear(d, 8), nn.ReLU(), nn.Linear(8, 3)).float()
+    ask = eachgrad.compile(model, losses, backend="aot_eager", norms=eachgrad.norms(), grad=eachgrad.clipped_sum(0.5))
+    x, y = torch.randn(B, d).float(), torch.randn(B).float()
+    for precise in (False, True, False):
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16, enabled=not precise):
+                got = ask(x, y)
+                want = ask.eager((x, y))
+            torch.testing.assert_close(got.norms, want.norms, rtol=1e-2 if not precise else 1e-5, atol=0)
+
+
+def test_names_and_questions_are_checked():
+    with pytest.raises(ValueError, match="losses"):
+        eachgrad.compile(nn.Linear(d, d), losses, losses=eachgrad.norms())
+    with pytest.raises(ValueError, match="nothing is asked"):
+        eachgrad.compile(nn.Linear(d, d), losses)
