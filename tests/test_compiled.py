@@ -131,6 +131,19 @@ def test_other_shapes_and_another_way_through_the_model_are_other_graphs():
     assert len(only.graphs) == 2
 
 
+def test_more_batch_sizes_and_more_of_them_than_the_compiler_keeps_by_itself():
+    model = nn.Linear(d, 2)
+    asks = [eachgrad.compile(model, losses, backend="aot_eager", norms=eachgrad.norms()) for _ in range(10)]
+    for ask in asks:
+        batch = torch.randn(3, d), torch.randn(3)
+        torch.testing.assert_close(ask(*batch).norms, ask.eager(batch).norms, rtol=1e-10, atol=0)
+    for n in range(2, 13):
+        batch = torch.randn(n, d), torch.randn(n)
+        torch.testing.assert_close(asks[0](*batch).norms, asks[0].eager(batch).norms, rtol=1e-10, atol=0)
+    assert len(asks[0].graphs) == 11
+    assert all(len(ask.graphs) == 1 for ask in asks[1:])
+
+
 def test_dropout_draws_anew():
     model = nn.Sequential(nn.Linear(d, 64), nn.Dropout(0.5), nn.Linear(64, 3))
     ask = eachgrad.compile(model, losses, backend="aot_eager", norms=eachgrad.norms())

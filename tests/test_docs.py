@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,9 +50,11 @@ def run(source: str, page: Path, line: int, namespace: dict[str, object]) -> str
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_blocks_run_and_print_what_the_page_says(page: Path) -> None:
+def test_blocks_run_and_print_what_the_page_says(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text(encoding="utf-8")
-    namespace: dict[str, object] = {"__name__": f"docs_{page.stem}"}
+    module = types.ModuleType(f"docs_{page.stem}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # torch.compile looks functions' modules up
+    namespace = vars(module)
     printed = None  # of the python block right before
     for block in FENCE.finditer(text):
         line = text.count("\n", 0, block.start("body"))

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -65,12 +67,12 @@ class Compiled:
         self.graphs: list[Graph] = []
         self._batch: tuple = ()
         self._answer: Answer | None = None
-        self._front = torch.compile(self._losses, fullgraph=True, dynamic=False, backend=self._backend)
+        self._front = torch.compile(_losses_of(model, loss_fn), fullgraph=True, dynamic=False, backend=self._backend)
 
     def __call__(self, *batch: Any) -> Answer:
         """The answers for this batch."""
         self._batch, self._answer = batch, None
-        with torch._dynamo.config.patch(allow_rnn=True):
+        with torch._dynamo.config.patch(_SETTINGS):
             self._front(*batch)
         answer, self._batch, self._answer = self._answer, (), None
         assert answer is not None
@@ -79,9 +81,6 @@ class Compiled:
     def reasons(self) -> list[str]:
         """Why graphs are answered eagerly, one for each that is."""
         return [graph.reason for graph in self.graphs if graph.reason]
-
-    def _losses(self, *batch: Any) -> Tensor:
-        return call_loss(self.model, self.loss_fn, batch)
 
     def _backend(self, gm: GraphModule, example: Sequence[Tensor]) -> Callable[..., Any]:
         graph = Graph(self, gm)
@@ -102,6 +101,20 @@ class Compiled:
         answer = asked.answer()
         answer.losses = losses.detach()
         return answer
+
+
+# Every shape and every way through the model is a graph of its own: as many as there are.
+_SETTINGS = {"allow_rnn": True, "recompile_limit": 1000, "accumulated_recompile_limit": 100_000}
+
+
+def _losses_of(model: nn.Module, loss_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The losses as a function with a code object of its own: the compiler counts its graphs by code objects."""
+
+    def losses(*batch: Any) -> Tensor:
+        return call_loss(model, loss_fn, batch)
+
+    code = losses.__code__.replace(co_name="losses")
+    return FunctionType(code, losses.__globals__, "losses", None, losses.__closure__)
 
 
 class _NotCompiled(Exception):
@@ -164,6 +177,7 @@ class Graph:
         losses = None
         buffers = [(a, a.clone()) for a, n in zip(args, self.names, strict=True) if isinstance(a, Tensor) and n is None]
         try:
+            self._check_graph()
             self.inputs = {k for k, a in enumerate(args) if id(a) in given}
             recorder, losses = self._record(args)
             B = len(losses)
@@ -186,6 +200,15 @@ class Graph:
         self.layouts = Layouts(
             [places.get(id(use)) for use in recorder.uses], [wanted.get(id(use), set()) for use in recorder.uses]
         )
+
+    def _check_graph(self) -> None:
+        for node in self.gm.graph.nodes:
+            if isinstance(node.target, HigherOrderOperator):
+                names = ", ".join(repr(name) for name in self.names if name is not None)
+                raise _NotCompiled(
+                    f"the forward has {node.target.name()} in it (an autograd.Function, a checkpoint, a control flow op), "
+                    f"which is answered eagerly; parameters {names}"
+                )
 
     def _check(self, recorder: Recorder, uses: list[Solved]) -> None:
         for item in uses:

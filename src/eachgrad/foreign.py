@@ -72,16 +72,17 @@ def record_function(recorder: Recorder, node: Node) -> None:
     code, here = function.forward.__code__, recorder.place()
     # Nobody sees the call. Where its result is met in a forward, that module is named too.
     where = Place(f"{code.co_filename}:{code.co_firstlineno}", here.module, here.root)
+    outputs = tuple((torch.Size(m.shape), m.dtype, m.device) for m in node._input_metadata)
     # What its backward computes again is its own business: there parameters stay attached.
     node.register_prehook(partial(_begins, ref(recorder)))
     node.register_hook(partial(_ends, ref(recorder)))
-    for output, like in enumerate(node._input_metadata):
-        tap = Tap(GradientEdge(node, output), torch.Size(like.shape), like.dtype, like.device)
+    for output, like in enumerate(outputs):
+        tap = Tap(GradientEdge(node, output), *like)
         recorder.add(
             Use(
                 function, _RULE, (), {}, sources, tap, strong, where,
                 recorder.ops_so_far, ways=ways,
-                piece=FunctionNode(node, output, places, shapes, partial(_unseen, ref(recorder))),
+                piece=FunctionNode(node, output, places, shapes, outputs, partial(_unseen, ref(recorder))),
                 parameters=recorder.naming(sources),
             )
         )  # fmt: skip

@@ -71,6 +71,7 @@ class FunctionNode(Piece):
     output: int
     places: tuple[int, ...]  # of the sources among the arguments of forward
     like: tuple[tuple[torch.Size, torch.dtype], ...]  # the shape and dtype of each source
+    outputs: tuple[tuple[torch.Size, torch.dtype, torch.device], ...]  # of the call; the node forgets when it is freed
     unseen: Callable[[], AbstractContextManager[None]]  # in which its backward is not recorded
 
     def pull(self, g: Tensor, create_graph: bool = False) -> Pulled:
@@ -86,7 +87,7 @@ class FunctionNode(Piece):
         return tuple(next(values) if k else None for k in known)
 
     def _pull(self, g: Tensor) -> Pulled:
-        outputs = [torch.zeros(tuple(m.shape), dtype=m.dtype, device=m.device) for m in self.node._input_metadata]
+        outputs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in self.outputs]
         outputs[self.output] = g
         with self.unseen():
             found = self.node.apply(*outputs)
