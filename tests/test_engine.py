@@ -1352,3 +1352,13 @@ def test_answers_inside_autocast_are_those_outside():
         one, other = ask(True), ask(False)
         torch.testing.assert_close(one.norms, other.norms, rtol=1e-6, atol=0)
         assert_same(one.grad, other.grad, 1e-6)
+
+
+def test_one_number_from_outputs_whose_samples_have_moved_to_another_dimension():
+    """With T = B the declared dimension fits as well, and would give each sample another one's share."""
+    n = 4
+    model = Net(lambda m, x: m.a(x.tanh()).transpose(0, 1).flatten(0, 1).unflatten(0, (n, -1)), a=nn.Linear(d, d))
+    with record(model) as tape:
+        loss = model(torch.randn(n, n, d)).pow(2).sin().sum()
+    with pytest.raises(CaptureError, match=r"cannot be told apart|lie along dimension"):
+        tape.backward(loss, "sum")
