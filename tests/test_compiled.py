@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -171,6 +173,35 @@ def test_a_model_that_mixes_samples_is_refused():
     ask = eachgrad.compile(model, losses, backend="aot_eager", norms=eachgrad.norms())
     with pytest.raises(eachgrad.UnsupportedOp, match="batch_norm"):
         ask(*MODELS["MLP"][1]())
+
+
+@pytest.mark.parametrize("query", [eachgrad.noise_scale(), eachgrad.project(8, seed=0)], ids=["numbers", "out="])
+def test_an_answer_that_cannot_be_traced_is_given_eagerly(query):
+    ask = eachgrad.compile(MODELS["MLP"][0](), losses, backend="aot_eager", found=query)
+    for _ in range(6):
+        batch = MODELS["MLP"][1]()
+        got, want = ask(*batch).found, ask.eager(batch).found
+        if isinstance(got, torch.Tensor):
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=0)
+        else:
+            assert got.value == pytest.approx(want.value, rel=1e-10)
+    (reason,) = ask.reasons()
+    assert "cannot be traced" in reason
+
+
+def test_layouts_that_are_measured_anew_are_not_answered_by_the_old_step():
+    model = MODELS["MLP"][0]()
+    ask = eachgrad.compile(model, losses, backend="aot_eager", norms=eachgrad.norms())
+    for _ in range(3):
+        ask(*MODELS["MLP"][1]())
+    (graph,) = ask.graphs
+    assert graph.step
+    graph.layouts = dataclasses.replace(graph.layouts, wanted=[set() for _ in graph.layouts.wanted])
+    ask(*MODELS["MLP"][1]())  # the fourth call measures, and finds other layouts
+    assert not graph.step
+    batch = MODELS["MLP"][1]()
+    torch.testing.assert_close(ask(*batch).norms, ask.eager(batch).norms, rtol=1e-10, atol=0)
+    assert graph.step
 
 
 class Doubled(torch.autograd.Function):

@@ -20,16 +20,18 @@ from torch.fx import GraphModule
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from eachgrad import doubts
+from eachgrad import layout as lay
 from eachgrad.capture import Recorder
 from eachgrad.cover import Solved, accept
 from eachgrad.errors import CaptureError
 from eachgrad.functions import without_autocast
 from eachgrad.gradient import Gradient, costs_of
+from eachgrad.grads import PerSampleGrads
 from eachgrad.graph import named_trainable, tensors_in
 from eachgrad.passes import Passes, marked
-from eachgrad.queries import Accumulator, Answer, Over, Query
+from eachgrad.queries import Accumulator, Answer, Query
 from eachgrad.recall import is_regular
-from eachgrad.receipt import aliases_of, call_loss
+from eachgrad.receipt import Record, call_loss
 from eachgrad.solve import blocks_of, solved
 from eachgrad.tape import record
 
@@ -71,12 +73,14 @@ class Compiled:
 
     def __call__(self, *batch: Any) -> Answer:
         """The answers for this batch."""
-        self._batch, self._answer = batch, None
-        with torch._dynamo.config.patch(_SETTINGS):
-            self._front(*batch)
-        answer, self._batch, self._answer = self._answer, (), None
-        assert answer is not None
-        return answer
+        self._batch = batch
+        try:
+            with torch._dynamo.config.patch(_SETTINGS):
+                self._front(*batch)
+            assert self._answer is not None
+            return self._answer
+        finally:
+            self._batch, self._answer = (), None
 
     def reasons(self) -> list[str]:
         """Why graphs are answered eagerly, one for each that is."""
@@ -135,6 +139,15 @@ class Layouts:
                 found.append((Solved(use, g, place), {id(use.sources[k]) for k in wanted}))
         return found
 
+    def same(self, other: Layouts) -> bool:
+        return self.wanted == other.wanted and list(map(_key, self.places)) == list(map(_key, other.places))
+
+
+def _key(place: lay.Layout | None) -> Any:
+    if not isinstance(place, lay.Along) or place.fold is None:
+        return place
+    return place.dim, place.fold.kind, place.fold.index.tolist()
+
 
 @dataclass
 class Graph:
@@ -149,46 +162,58 @@ class Graph:
     inputs: set[int] = field(default_factory=set)  # arguments that hold samples
     step: dict[Any, Callable[..., Any]] = field(default_factory=dict)  # compiled, by the state of autocast
     spec: TreeSpec | None = None
+    traces: bool = True  # whether forward, backward and answers could be traced, as far as it was tried
 
     def run(self, args: tuple, batch: tuple) -> tuple[Answer, Any]:
         """The answer for this batch, and what the graph returns."""
         self.calls += 1
         due = self.calls & (self.calls - 1) == 0
-        if due or self.layouts is None:
+        found = None if due or self.layouts is None else self._run_step(args)
+        if found is None:
             answer = self.owner.eager(batch)
             if due:
-                self._measure(args, batch)
+                self._measure(args, batch, len(answer.losses))
             return answer, (answer.losses,)
-        found = self._compiled(args)(*args)
-        sure, losses, *leaves = found
-        if not bool(sure):
-            answer = self.owner.eager(batch)
-            return answer, (answer.losses,)
+        losses, *leaves = found
         assert self.spec is not None
         answer = Answer(**tree_unflatten(list(leaves), self.spec))
         answer.losses = losses
         return answer, (losses,)
 
-    def _measure(self, args: tuple, batch: tuple) -> None:
+    def _run_step(self, args: tuple) -> tuple[Tensor, ...] | None:
+        """Losses and answers by the compiled step; None where there is none, or where it has a doubt."""
+        kinds = {a.device.type for a in args if isinstance(a, Tensor)}
+        key = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds))
+        if key in self.step:
+            sure, *found = self.step[key](*args)
+        else:
+            try:
+                step = self._compiled(args)
+                sure, *found = step(*args)
+            except Exception as error:  # whatever the compiler says of what it cannot trace
+                self.layouts, self.traces = None, False
+                self.reason = f"it cannot be traced: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                return None
+            self.step[key] = step
+        return tuple(found) if bool(sure) else None
+
+    def _measure(self, args: tuple, batch: tuple, B: int) -> None:
         """Find out where the samples lie in this graph, or why it cannot be compiled."""
+        if not self.traces:
+            return
         known = {id(p): name for name, p in named_trainable(self.owner.model).items()}
         self.names = [known.get(id(a)) for a in args]
-        given = {id(t) for t in tensors_in(batch)}
-        losses = None
+        given, dim = {id(t) for t in tensors_in(batch)}, self.owner.batch_dim
+        self.inputs = {k for k, a in enumerate(args) if id(a) in given and a.ndim > dim and a.shape[dim] == B}
         buffers = [(a, a.clone()) for a, n in zip(args, self.names, strict=True) if isinstance(a, Tensor) and n is None]
         try:
             self._check_graph()
-            self.inputs = {k for k, a in enumerate(args) if id(a) in given}
-            recorder, losses = self._record(args)
-            B = len(losses)
-            dim = self.owner.batch_dim
-            self.inputs = {k for k in self.inputs if args[k].ndim > dim and args[k].shape[dim] == B}
             recorder, losses = self._record(args)
             passes = Passes(recorder, [losses])
             plain = passes.run([losses], [torch.ones_like(losses)])
             uses = solved(recorder, plain, marked(passes, [losses], lambda marks, k: [marks.weights(k, losses)], B))
             accepted = accept(recorder, uses, [losses])
-            self._check(recorder, uses)
+            self._check(uses)
         except (CaptureError, _NotCompiled) as error:
             self.layouts, self.reason = None, str(error)
             return
@@ -197,9 +222,12 @@ class Graph:
                 a.copy_(value)
         places = {id(item.use): item.layout for item in uses}
         wanted = {id(item.use): {k for k, s in enumerate(item.use.sources) if id(s) in some} for item, some in accepted}
-        self.layouts = Layouts(
+        found = Layouts(
             [places.get(id(use)) for use in recorder.uses], [wanted.get(id(use), set()) for use in recorder.uses]
         )
+        if self.layouts is None or not found.same(self.layouts):
+            self.step.clear()  # what is compiled has the old ones in it
+        self.layouts, self.reason = found, ""
 
     def _check_graph(self) -> None:
         for node in self.gm.graph.nodes:
@@ -210,7 +238,7 @@ class Graph:
                     f"which is answered eagerly; parameters {names}"
                 )
 
-    def _check(self, recorder: Recorder, uses: list[Solved]) -> None:
+    def _check(self, uses: list[Solved]) -> None:
         for item in uses:
             if item.use.piece is not None:
                 raise _NotCompiled(f"{item.use}: it has no rule, and is answered eagerly")
@@ -229,18 +257,10 @@ class Graph:
         return recorder, out[0] if isinstance(out, (tuple, list)) else out
 
     def _compiled(self, args: tuple) -> Callable[..., Any]:
-        kinds = {a.device.type for a in args if isinstance(a, Tensor)}
-        key = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds))
-        if key not in self.step:
-            from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.fx.experimental.proxy_tensor import make_fx
 
-            self.step[key] = torch.compile(
-                make_fx(self._step, tracing_mode="fake", _allow_non_fake_inputs=True)(*args),
-                fullgraph=True,
-                dynamic=False,
-                **self.owner.options,
-            )
-        return self.step[key]
+        traced = make_fx(self._step, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+        return torch.compile(traced, fullgraph=True, dynamic=False, **self.owner.options)
 
     def _step(self, *args: Any) -> tuple[Tensor, ...]:
         """Forward, backward and answers, as they are traced: whether the answers can be trusted, losses, answers."""
@@ -252,24 +272,21 @@ class Graph:
             plain = passes.run([losses], [torch.ones_like(losses)], keep=False)
         with torch.no_grad(), without_autocast(), doubts.gathered() as noted:
             B = len(losses)
-            blocks = blocks_of(recorder, self.layouts.accepted(recorder, plain), B)
+            accepted = self.layouts.accepted(recorder, plain)
+            blocks = blocks_of(recorder, accepted, B)
             given = {n: a for n, a in zip(self.names, fresh, strict=True) if n is not None}
             # A parameter that the graph does not use is no argument of it.
-            parameters: dict[str, Any] = {
+            parameters = {
                 n: given[n] if n in given else torch.empty(p.shape, dtype=p.dtype, device=p.device)
                 for n, p in named_trainable(self.owner.model).items()
             }
-            grads = {n: Gradient(n, p, blocks.get(n), B) for n, p in parameters.items()}
+            gradients = {n: Gradient(n, p, blocks.get(n), B) for n, p in parameters.items()}
+            grads = PerSampleGrads(gradients, B, Record(self.owner.model, recorder, accepted), None)
             asked = Accumulator(**self.owner.queries)
-            over = Over(parameters, aliases_of(self.owner.model), None)
-
-            def feed(add: Callable[[Gradient], None], some: set[str] | None) -> None:
-                for name, gradient in grads.items():
-                    if some is None or name in some:
-                        add(gradient)
-
-            asked.run(over, B, costs_of(grads), feed)
+            asked.run(grads._over, B, costs_of(grads), grads.feed)
             leaves, self.spec = tree_flatten(vars(asked.answer()))
+            if not all(isinstance(leaf, Tensor) for leaf in leaves):
+                raise _NotCompiled("an answer is no tensor")
             doubt = (
                 torch.stack([d.to(losses.device) for d in noted]).any() if noted else torch.zeros((), dtype=torch.bool)
             )
