@@ -23,6 +23,7 @@ import torch_nn  # noqa: E402
 from cases import CASES, REFUSED, Case, Refused, net, reals  # noqa: E402
 from cases import batch as batch_of  # noqa: E402
 from cases.base import SEQUENCE, linear, made, weight  # noqa: E402
+from cases.layouts import Hidden  # noqa: E402
 
 Batch = tuple[Tensor, ...]
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
@@ -121,20 +122,6 @@ def of_names(*names: str) -> list[families.Family]:
     return [] if missing() else [found[name] for name in names]
 
 
-class Product(torch.autograd.Function):
-    """x @ w with a backward of its own."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return g @ w.mT, (x.mT @ g).sum(0)
-
-
 # What no test has as a plain model.
 OWN_LAYERS = [
     Case(
@@ -150,7 +137,7 @@ OWN_LAYERS = [
 OWN_CALLS = [
     Case(
         "autograd.Function with a parameter", (),
-        net(lambda m, x: m.fc(Product.apply(x, m.w)), w=weight(5, 4), fc=linear(4, 2)), SEQUENCE,
+        net(lambda m, x: m.fc(Hidden.apply(x, m.w)), w=weight(5, 4), fc=linear(4, 2)), SEQUENCE,
     ),
     Case(
         "least squares with a learned matrix", (),
