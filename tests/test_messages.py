@@ -38,8 +38,8 @@ pytestmark = [
 B, T, d = 3, 4, 5
 SOURCE = Path(eachgrad.__file__).parent
 KINDS = {"CaptureError", "UnsupportedOp", "Unclear", "Halved", "ValueError", "TypeError", "RuntimeError"}
-# PyTorch's own names and wording, which tests/test_expanded_weight_tensor.py holds.
-MIRRORED = SOURCE / "expanded_weights"
+# PyTorch's own names and wording, which tests/test_expanded_weight_tensor.py holds; tests/private has its own list.
+APART = {SOURCE / "expanded_weights", SOURCE / "private"}
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,10 @@ def nested(make: Callable[[], nn.Module]) -> nn.Module:
 
 def layer() -> nn.Module:
     return nested(net(lambda m, x: m.fc(x), fc=linear(d, d)))
+
+
+def padded_to(size: int, query: eachgrad.queries.Query | None = None) -> Callable:
+    return eachgrad.compile(layer(), lambda m, x: score(m(x)), pad_to=size, found=query or eachgrad.norms())
 
 
 def recorded(model: nn.Module, *batch: Tensor, losses: Callable = score, **options: object) -> tuple[Tape, Tensor]:
@@ -767,6 +771,13 @@ RECORDING = [
     about("a question named losses", ValueError,
           lambda: eachgrad.compile(layer(), lambda m, x: score(m(x)), losses=eachgrad.norms()), "losses",
           then="ask under another name"),
+    about("padding to no samples", ValueError, lambda: padded_to(0), "not 0", then="pad_to is a positive number of samples"),
+    about("padding a variance", ValueError, lambda: padded_to(4, eachgrad.variance()), "found", "Variance",
+          then="ask it without pad_to"),
+    about("padding a larger batch", ValueError, lambda: padded_to(2)(X()), f"a batch of {B} samples", "pad_to=2",
+          then="pass smaller ones"),
+    about("padding what has no samples", ValueError, lambda: padded_to(4)(torch.tensor(1.0)), "dimension 0",
+          then="pad_to fills up the tensors of a batch"),
     about("check_rule without a parameter", ValueError, lambda: check_rule(F.linear, X(), X()),
           "a tensor that requires grad (a parameter)", then="check_rule needs"),
 ]
@@ -925,7 +936,7 @@ def sites() -> dict[str, tuple[str, range]]:
     found = {}
     for path in SOURCE.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and MIRRORED not in path.parents]
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and not APART & {*path.parents}]
         for node in calls:
             kind = getattr(node.func, "id", getattr(node.func, "attr", None))
             if kind in KINDS:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import eachgrad
 from cases import CASES, B, Case, batch, d, ids, net, reals, weight
 from eachgrad import CaptureError, PerSampleGrads, plan, projection
-from eachgrad.blocks import Block, Dense, Geometry, Outer, Patches, Rows, Sum, base
+from eachgrad.blocks import Block, Dense, Geometry, Outer, Patches, Rows, Sum, arithmetic, base
 from eachgrad.gradient import Gradient
 from oracle import assert_same, loop
 from test_cases import answer, norms, record_and_answer, squared_norms, truth, weighted
@@ -204,7 +204,7 @@ def test_query(case: Case, query: Callable[..., None]):
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
 def test_query_in_small_pieces(case: Case, query: Callable[..., None], monkeypatch):
     monkeypatch.setattr(base, "TILE", 7)
-    monkeypatch.setattr(base, "RUN", 4)
+    monkeypatch.setattr(arithmetic, "RUN", 4)
     monkeypatch.setattr(projection, "NUMBERS", 12)
     monkeypatch.setattr(plan, "CHUNK", 7)
     query(answer(case), truth(case))

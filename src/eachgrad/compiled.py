@@ -19,7 +19,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from eachgrad import doubts
+from eachgrad import doubts, padding
 from eachgrad import layout as lay
 from eachgrad.capture import Recorder
 from eachgrad.cover import Solved, accept
@@ -43,6 +43,7 @@ def compile(
     batch_dim: int = 0,
     backend: str = "inductor",
     mode: str | None = None,
+    pad_to: int | None = None,
     **queries: Query,
 ) -> Compiled:
     """A callable that answers `queries` about the samples of a batch: `ask(x, y).norms`.
@@ -50,8 +51,11 @@ def compile(
     `loss_fn` is as for `verify`, and returns one loss per sample. Calls 1, 2, 4, 8, ... for each shape run eagerly and
     measure; the others are one compiled graph. `backend` and `mode` are those of `torch.compile`. `answer.losses` has the
     losses, and `ask.reasons()` says why something is not compiled, and is answered eagerly instead.
+
+    Each size of a batch has a graph of its own, unless `pad_to` says to how many samples batches are filled up: then one
+    graph does for all. Filled up is every tensor of the batch that has B entries along `batch_dim`, as its first one has.
     """
-    return Compiled(model, loss_fn, queries, batch_dim, {"backend": backend, "mode": mode})
+    return Compiled(model, loss_fn, queries, batch_dim, {"backend": backend, "mode": mode}, pad_to)
 
 
 class Compiled:
@@ -59,28 +63,32 @@ class Compiled:
 
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Tensor], queries: dict[str, Query], batch_dim: int,
-        options: dict[str, Any],
+        options: dict[str, Any], pad_to: int | None = None,
     ):  # fmt: skip
         Accumulator(**queries)  # checks them
+        if pad_to is not None:
+            padding.check(queries, pad_to)
         if "losses" in queries:
             raise ValueError("losses is the name of the losses themselves: ask under another name")
         self.model, self.loss_fn, self.queries = model, loss_fn, queries
-        self.batch_dim, self.options = batch_dim, options
+        self.batch_dim, self.options, self.pad_to = batch_dim, options, pad_to
         self.graphs: list[Graph] = []
-        self._batch: tuple = ()
+        self._given: Given | None = None
         self._answer: Answer | None = None
-        self._front = torch.compile(_losses_of(model, loss_fn), fullgraph=True, dynamic=False, backend=self._backend)
+        front = _losses_of(model, loss_fn, weighted=pad_to is not None)
+        self._front = torch.compile(front, fullgraph=True, dynamic=False, backend=self._backend)
 
     def __call__(self, *batch: Any) -> Answer:
         """The answers for this batch."""
-        self._batch = batch
+        filled = None if self.pad_to is None else padding.padded(batch, self.pad_to, self.batch_dim)
+        self._given = Given(batch, filled)
         try:
             with torch._dynamo.config.patch(_SETTINGS):
-                self._front(*batch)
+                self._front(*self._given.arguments)
             assert self._answer is not None
             return self._answer
         finally:
-            self._batch, self._answer = (), None
+            self._given, self._answer = None, None
 
     def reasons(self) -> list[str]:
         """Why graphs are answered eagerly, one for each that is."""
@@ -91,7 +99,8 @@ class Compiled:
         self.graphs.append(graph)
 
         def run(*args: Any) -> Any:
-            self._answer, out = graph.run(args, self._batch)
+            assert self._given is not None
+            self._answer, out = graph.run(args, self._given)
             return out
 
         return run
@@ -111,18 +120,57 @@ class Compiled:
 _SETTINGS = {"allow_rnn": True, "recompile_limit": 1000, "accumulated_recompile_limit": 100_000}
 
 
-def _losses_of(model: nn.Module, loss_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The losses as a function with a code object of its own: the compiler counts its graphs by code objects."""
+def _losses_of(model: nn.Module, loss_fn: Callable[..., Tensor], weighted: bool) -> Callable[..., Tensor]:
+    """The losses as a function with a code object of its own: the compiler counts its graphs by code objects.
+
+    `weighted`: the last argument is a weight for each loss.
+    """
 
     def losses(*batch: Any) -> Tensor:
-        return call_loss(model, loss_fn, batch)
+        if not weighted:
+            return call_loss(model, loss_fn, batch)
+        found = call_loss(model, loss_fn, batch[:-1])
+        return found * batch[-1].to(found.dtype)
 
     code = losses.__code__.replace(co_name="losses")
     return FunctionType(code, losses.__globals__, "losses", None, losses.__closure__)
 
 
+@dataclass(frozen=True)
+class Given:
+    """A batch as it was given, and as the graph takes it."""
+
+    batch: tuple
+    filled: padding.Padding | None = None
+
+    @property
+    def arguments(self) -> tuple:
+        return self.batch if self.filled is None else (*self.filled.batch, self.filled.weights)
+
+
 class _NotCompiled(Exception):
     """This graph is answered eagerly, for this reason."""
+
+
+def _generators() -> list[Tensor]:
+    """The states of the generators that a forward draws from."""
+    devices = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *devices]
+
+
+def _same(before: list[Tensor], after: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def _check_filled(losses: Tensor, fixed: Tensor) -> None:
+    """Samples that are added must not change the others' losses."""
+    found = losses.detach()[: len(fixed)]
+    slack = 1e-2 if losses.dtype in (torch.float16, torch.bfloat16) or losses.is_cuda else 1e-4
+    if not torch.allclose(found, fixed, rtol=slack, atol=slack * float(fixed.abs().mean()), equal_nan=True):
+        raise _NotCompiled(
+            "filled up to pad_to samples, the batch has other losses: samples are mixed, or a tensor that has as many "
+            "entries as there are samples by chance was filled up as well. Pass such a tensor another way than in the batch."
+        )
 
 
 @dataclass
@@ -164,32 +212,39 @@ class Graph:
     spec: TreeSpec | None = None
     traces: bool = True  # whether forward, backward and answers could be traced, as far as it was tried
 
-    def run(self, args: tuple, batch: tuple) -> tuple[Answer, Any]:
+    def run(self, args: tuple, given: Given) -> tuple[Answer, Any]:
         """The answer for this batch, and what the graph returns."""
         self.calls += 1
         due = self.calls & (self.calls - 1) == 0
         found = None if due or self.layouts is None else self._run_step(args)
         if found is None:
-            answer = self.owner.eager(batch)
+            drawn = _generators()
+            answer = self.owner.eager(given.batch)
             if due:
-                self._measure(args, batch, len(answer.losses))
+                fixed = answer.losses if _same(drawn, _generators()) else None
+                self._measure(args, given, len(answer.losses), fixed)
             return answer, (answer.losses,)
         losses, *leaves = found
         assert self.spec is not None
         answer = Answer(**tree_unflatten(list(leaves), self.spec))
         answer.losses = losses
+        if given.filled is not None:
+            answer = given.filled.undo(answer, self.owner.queries)
         return answer, (losses,)
 
     def _run_step(self, args: tuple) -> tuple[Tensor, ...] | None:
         """Losses and answers by the compiled step; None where there is none, or where it has a doubt."""
         kinds = {a.device.type for a in args if isinstance(a, Tensor)}
         key = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds))
+        # Tracing has put the casts of autocast into the graph: on top of them it would cast the answers too.
         if key in self.step:
-            sure, *found = self.step[key](*args)
+            with without_autocast():
+                sure, *found = self.step[key](*args)
         else:
             try:
                 step = self._compiled(args)
-                sure, *found = step(*args)
+                with without_autocast():
+                    sure, *found = step(*args)
             except Exception as error:  # whatever the compiler says of what it cannot trace
                 self.layouts, self.traces = None, False
                 self.reason = f"it cannot be traced: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -197,18 +252,27 @@ class Graph:
             self.step[key] = step
         return tuple(found) if bool(sure) else None
 
-    def _measure(self, args: tuple, batch: tuple, B: int) -> None:
-        """Find out where the samples lie in this graph, or why it cannot be compiled."""
+    def _measure(self, args: tuple, given: Given, B: int, fixed: Tensor | None) -> None:
+        """Find out where the samples lie in this graph, or why it cannot be compiled.
+
+        `fixed`: the losses, where no random number was drawn for them.
+        """
         if not self.traces:
             return
+        if given.filled is not None:  # what does not count would leave no trace
+            weights, B = given.filled.weights, given.filled.size
+            args = tuple(torch.ones_like(a) if a is weights else a for a in args)
         known = {id(p): name for name, p in named_trainable(self.owner.model).items()}
         self.names = [known.get(id(a)) for a in args]
-        given, dim = {id(t) for t in tensors_in(batch)}, self.owner.batch_dim
-        self.inputs = {k for k, a in enumerate(args) if id(a) in given and a.ndim > dim and a.shape[dim] == B}
+        batch = given.batch if given.filled is None else given.filled.batch
+        ids, dim = {id(t) for t in tensors_in(batch)}, self.owner.batch_dim
+        self.inputs = {k for k, a in enumerate(args) if id(a) in ids and a.ndim > dim and a.shape[dim] == B}
         buffers = [(a, a.clone()) for a, n in zip(args, self.names, strict=True) if isinstance(a, Tensor) and n is None]
         try:
             self._check_graph()
             recorder, losses = self._record(args)
+            if given.filled is not None and fixed is not None:
+                _check_filled(losses, fixed)
             passes = Passes(recorder, [losses])
             plain = passes.run([losses], [torch.ones_like(losses)])
             uses = solved(recorder, plain, marked(passes, [losses], lambda marks, k: [marks.weights(k, losses)], B))

@@ -33,7 +33,7 @@ Accepted = list[tuple[Solved, set[int]]]  # uses that count, each with the ids o
 def accept(recorder: Recorder, uses: list[Solved], roots: list[Tensor]) -> Accepted:
     """The uses that count; an error that names it for any parameter which they do not cover."""
     accepted = _accept(recorder, uses)
-    check_complete(recorder, accepted, roots)
+    check_complete(recorder, [(item.use, wanted) for item, wanted in accepted], roots)
     return accepted
 
 
@@ -91,10 +91,13 @@ def _uncovered(recorder: Recorder, use: Use, source: Tensor | Carried, settled: 
     return direct
 
 
-def check_complete(recorder: Recorder, accepted: Accepted, roots: list[Tensor]) -> None:
-    """Every way from the loss to a parameter passes a use that was accepted, or the parameter is named."""
-    stops = {alias.grad_fn for item, _ in accepted for alias in item.use.aliases}
-    through = {item.use.tap.node: _ways(item.use, wanted) for item, wanted in accepted if item.use.ways is not None}
+def check_complete(recorder: Recorder, accepted: list[tuple[Use, set[int]]], roots: list[Tensor]) -> None:
+    """Every way from the loss to a parameter passes a use that was accepted, or the parameter is named.
+
+    `accepted`: each with the ids of the sources it counts for.
+    """
+    stops = {alias.grad_fn for use, _ in accepted for alias in use.aliases}
+    through = {use.tap.node: _ways(use, wanted) for use, wanted in accepted if use.ways is not None}
     seen: set[Node] = set()
     stack: list[tuple[Node, Node]] = [(t.grad_fn, None) for t in roots if t.grad_fn is not None]
     while stack:

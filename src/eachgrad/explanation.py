@@ -149,10 +149,11 @@ def _sharing(grads: PerSampleGrads, names: set[str], costs: dict[str, plan.Cost]
         block, cost = gradient.block, costs[name]
         if name not in names or not isinstance(block, Outer) or cost.norms.name != "Gram":
             continue
-        if plan.gram_samples(cost.B, cost.T) < cost.B:  # a few samples at a time: nothing is left to share
+        device = block.left.device.type
+        if plan.gram_samples(cost.B, cost.T, device) < cost.B:  # a few samples at a time: nothing is left to share
             continue
         sides = {place_of(t): t.shape[2] for t in (block.left, block.right)}
-        spared = sum(plan.gram_flops(cost.B, cost.T, width) for key, width in sides.items() if key in seen)
+        spared = sum(plan.gram_flops(cost.B, cost.T, width, device) for key, width in sides.items() if key in seen)
         seen |= set(sides)
         if spared:
             norms = replace(cost.norms, flops=cost.norms.flops - spared, reason="a Gram shared with another parameter")

@@ -107,6 +107,8 @@ def _names(recorder: Recorder, use: Use, grads: PerSampleGrads) -> list[str]:
 
 def _kept(cost: plan.Cost, query: str, held: str, parameter: Tensor) -> int:
     """What a parameter's gradients leave behind once they have been used."""
-    if query == "dense" or held == "gradients":
+    if query == "dense":
         return cost.dense
+    if held == "gradients":
+        return cost.kept
     return parameter.nbytes if query == "weighted_sum" else 0

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from eachgrad import plan
 from eachgrad.blocks import Block
-from eachgrad.blocks.base import Shared, place_of, real_dtype
+from eachgrad.blocks.arithmetic import real_dtype
+from eachgrad.blocks.base import Shared, place_of
 from eachgrad.functions import without_autocast
 
 if TYPE_CHECKING:
@@ -51,6 +52,12 @@ class Gradient:
             squares = self.zeros(self.batch_size) if block is None else self._real(block.squared_norms(shared))
             self._memo["squares"] = squares
         return self._memo["squares"]
+
+    @without_autocast()
+    def spread(self, shared: Shared | None = None) -> Tensor | None:
+        """The squares of what a weighted sum rounds of each gradient, (B,); None where it rounds nothing."""
+        found = None if self.block is None else self.block.spread(shared)
+        return None if found is None else self._real(found)
 
     def norms(self) -> Tensor:
         """(B,), in float32 or better."""

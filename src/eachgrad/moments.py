@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from eachgrad.blocks.base import dots
+from eachgrad.blocks.arithmetic import dots
 
 
 @dataclass(frozen=True)

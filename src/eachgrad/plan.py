@@ -13,6 +13,13 @@ from dataclasses import dataclass
 # On one core the direct norms of seven convolutions took 0.79 to 0.99 of their time with 32 MiB; with 1 MiB up to 1.08.
 CHUNK = 1 << 20
 
+# A GPU starts a kernel for each chunk, and fills only with many samples at a time: 256 MiB in float32.
+GPU_CHUNKS = 64
+
+# A GPU's matrix products are several times as slow for sizes that are no multiple of this: of (64, 197, 768) a Gram
+# took 110 us on an H200.
+ALIGNED = 8
+
 # Forming a byte of gradients, to be kept, read for the norm and read for the sum, takes as long as this many FLOPs:
 # 2.4 ms for 16.8 MB, where products run at 160 GFLOP/s (a Linear(256, 1024) of a transformer on two cores).
 FLOPS_PER_BYTE = 24
@@ -43,13 +50,26 @@ class Cost:
     direct: Route  # the gradients themselves
     total: Route  # a weighted sum over samples, without them
     weight: int  # FLOPs of the weight's gradient in a plain backward
+    parts: tuple[Cost, ...] = ()  # of a sum of several uses
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the gradients take no more room than what they are made of."""
+        return self.dense <= self.factors
+
+    @property
+    def kept(self) -> int:
+        """Bytes of the gradients formed once, to be asked several times: those of the small parts of a sum."""
+        if all(part.is_small for part in self.parts):
+            return self.dense
+        return sum(min(part.dense, part.factors) for part in self.parts)
 
     def __add__(self, other: Cost) -> Cost:
         """Two parts of one parameter's gradient, each answered by its own route."""
         return Cost(
             f"{self.kind} + {other.kind}", self.B, self.T + other.T, self.d, self.p, self.factors + other.factors,
             max(self.dense, other.dense), _both(self.norms, other.norms), _both(self.direct, other.direct),
-            _both(self.total, other.total), self.weight + other.weight,
+            _both(self.total, other.total), self.weight + other.weight, (*(self.parts or (self,)), other),
         )  # fmt: skip
 
 
@@ -61,57 +81,68 @@ def _both(a: Route, b: Route) -> Route:
 # Matrix products: g[i] = G^T A with G (T, p) and A (T, d)
 
 
-def product(B: int, T: int, p: int, d: int, item: int) -> Cost:
+def product(B: int, T: int, p: int, d: int, item: int, device: str = "cpu") -> Cost:
     """The gradient of a weight in a matrix product, of numbers of `item` bytes."""
     once, dense = 2 * B * T * p * d, B * p * d * item
     return Cost(
         "Outer", B, T, d, p, B * T * (p + d) * item, dense,
-        norms=product_norms(B, T, p, d, item),
+        norms=product_norms(B, T, p, d, item, device),
         direct=Route("direct", once if T > 1 else 0, dense, "every gradient is asked for"),
         total=Route("one product", once, min(p, d) * B * T * item, "scaled factors, all samples at once"),
         weight=once,
     )  # fmt: skip
 
 
-def product_norms(B: int, T: int, p: int, d: int, item: int) -> Route:
+def product_norms(B: int, T: int, p: int, d: int, item: int, device: str = "cpu") -> Route:
     """The cheapest way to |g[i]|^2."""
     if T == 1:
         return Route("product of norms", 0, 0, "T = 1")
     width = max(4, item)  # a Gram is never formed in less than float32
-    gram, direct = gram_flops(B, T, p) + gram_flops(B, T, d), 2 * B * T * p * d
+    gram, direct = gram_flops(B, T, p, device) + gram_flops(B, T, d, device), 2 * B * T * p * d
     if gram < direct:
-        samples = gram_samples(B, T)
-        return Route("Gram", gram, 2 * samples * (T // strips(T) + 1) * T * width, f"{gram / direct:.0%} of direct")
-    return Route("direct", direct, direct_samples(B, p, d) * p * d * item, f"Gram would take {gram / direct:.0%}")
+        rows = gram_samples(B, T, device) * (T // strips(T, device) + 1)
+        return Route("Gram", gram, 2 * rows * T * width, f"{gram / direct:.0%} of direct")
+    size = direct_samples(B, p, d, device) * p * d * item
+    return Route("direct", direct, size, f"Gram would take {gram / direct:.0%}")
 
 
-def strips(T: int) -> int:
+def chunk(device: str) -> int:
+    """Numbers of the largest buffer that a route makes at a time."""
+    return CHUNK if device == "cpu" else CHUNK * GPU_CHUNKS
+
+
+def strips(T: int, device: str = "cpu") -> int:
     """In how many strips of rows a (T, T) Gram is made, each up to the diagonal: of a triangle, 75% or 62% are left."""
+    if device != "cpu":  # which fills with the whole square of a short sequence, and is idle with a strip of it
+        return 1 if T < 1024 else 2
     # T = 128: 4 strips took 74% of the time of the whole square, 2 strips 80%; T = 32: 2 strips 75%, 4 strips 90%.
     if T >= 128:
         return 4
     return 2 if T >= 32 else 1
 
 
-def gram_flops(B: int, T: int, width: int) -> int:
+def gram_flops(B: int, T: int, width: int, device: str = "cpu") -> int:
     """Of the Grams of (B, T, width), up to the diagonal."""
-    return 2 * B * width * sum((end - start) * end for start, end in strip_bounds(T))
+    return 2 * B * width * sum((end - start) * end for start, end in strip_bounds(T, device))
 
 
-def strip_bounds(T: int) -> list[tuple[int, int]]:
+def strip_bounds(T: int, device: str = "cpu") -> list[tuple[int, int]]:
     """The rows of each strip, from one to another."""
-    step = -(-T // strips(T))
+    if device != "cpu" and T % ALIGNED and T > ALIGNED:
+        even = T - T % ALIGNED
+        return [*strip_bounds(even, device), (even, T)]
+    step = -(-T // strips(T, device))
     return [(start, min(start + step, T)) for start in range(0, T, step)]
 
 
-def gram_samples(B: int, T: int) -> int:
+def gram_samples(B: int, T: int, device: str = "cpu") -> int:
     """How many samples' Grams are made at a time."""
-    return min(B, max(1, CHUNK // max(1, T * -(-T // strips(T)))))
+    return min(B, max(1, chunk(device) // max(1, T * -(-T // strips(T, device)))))
 
 
-def direct_samples(B: int, p: int, d: int) -> int:
+def direct_samples(B: int, p: int, d: int, device: str = "cpu") -> int:
     """How many samples' gradients are made at a time where they are not kept."""
-    return min(B, max(1, CHUNK // max(1, p * d)))
+    return min(B, max(1, chunk(device) // max(1, p * d)))
 
 
 # Blocks that hold their gradients, or rows of them
@@ -150,8 +181,8 @@ def answer(cost: Cost, query: str, held: str) -> Route:
     if held == "gradients":
         name = cost.norms.name if cost.kind == "Dense" else "direct, kept"
         reason = cost.norms.reason if cost.kind == "Dense" else "no larger than the factors"
-        reason = reason if cost.dense <= cost.factors else "the memory allowed spares a second product"
-        return Route(name, cost.direct.flops + kept.flops, cost.dense, reason)
+        reason = reason if cost.kept <= cost.factors else "the memory allowed spares a second product"
+        return Route(name, cost.direct.flops + kept.flops, cost.kept, reason)
     if held == "again":
         return Route(f"{cost.norms.name}, then again", cost.norms.flops + cost.total.flops, 0, "the memory allowed")
     name = f"{cost.norms.name}, then {cost.total.name}"
@@ -166,25 +197,25 @@ def schedule(costs: Mapping[str, Cost], budget: int | None) -> dict[str, str]:
 
     `budget` bounds the bytes that are held; without one no parameter holds more than its factors.
     """
-    found = {name: "gradients" if cost.dense <= cost.factors else "factors" for name, cost in costs.items()}
+    found = {name: "gradients" if cost.kept <= cost.factors else "factors" for name, cost in costs.items()}
     if budget is None:
         return found
-    held = sum(min(cost.dense, cost.factors) for cost in costs.values())
+    held = sum(min(cost.kept, cost.factors) for cost in costs.values())
     # Over the budget: the largest go first, and are computed in a second backward.
-    for name in sorted(costs, key=lambda n: -min(costs[n].dense, costs[n].factors)):
+    for name in sorted(costs, key=lambda n: -min(costs[n].kept, costs[n].factors)):
         if held <= budget:
             break
-        held -= min(costs[name].dense, costs[name].factors)
+        held -= min(costs[name].kept, costs[name].factors)
         found[name] = "again"
 
     # Under it: gradients kept spare the norms' FLOPs.
     def gain(name: str) -> float:
         cost = costs[name]
         spared = cost.norms.flops + cost.total.flops - cost.direct.flops
-        return spared - FLOPS_PER_BYTE * cost.dense
+        return spared - FLOPS_PER_BYTE * cost.kept
 
     for name in sorted(costs, key=lambda n: -gain(n)):
-        extra = costs[name].dense - costs[name].factors
+        extra = costs[name].kept - costs[name].factors
         if found[name] == "factors" and gain(name) > 0 and held + extra <= budget:
             held += extra
             found[name] = "gradients"

@@ -14,18 +14,23 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from eachgrad import layout as lay
-from eachgrad.cover import Solved
+from eachgrad.cover import Accepted, Solved
 from eachgrad.plan import Cost
 from eachgrad.use import Use
 
 _KEPT = 16  # plans a model may have; the oldest goes first
 
 
+Counted = tuple[lay.Layout, set[int]]
+
+
 @dataclass
 class Plan:
-    """The layout of every use, in the order of the forward; None for a use without a gradient."""
+    """The layout of every use, in the order of the forward; None for one without a gradient, or without samples."""
 
     layouts: list[lay.Layout | None]
+    reached: list[bool]  # by use, whether it takes part in the losses
+    wanted: list[set[int]] | None = None  # by use, which of its sources it counts for, when that was found last
     costs: dict[str, Cost] = field(default_factory=dict)  # by parameter, when its gradients were formed last
     calls: int = 1
     stale: bool = False  # due, and not measured again so far
@@ -37,12 +42,23 @@ class Plan:
 
     def fits(self, reached: list[bool]) -> bool:
         """Whether the same uses take part in the losses."""
-        return reached == [place is not None for place in self.layouts]
+        return reached == self.reached
 
     def apply(self, uses: list[Use], plain: list[Tensor | None]) -> list[Solved]:
         """The uses of another forward, each with the layout of its place."""
         triples = zip(uses, plain, self.layouts, strict=True)
         return [Solved(use, g, place) for use, g, place in triples if g is not None]
+
+    def counted(self, uses: list[Use]) -> list[Counted | None]:
+        """By use of another forward, its layout and the ids of the sources it counts for."""
+        assert self.wanted is not None
+        triples = zip(uses, self.layouts, self.wanted, strict=True)
+        return [None if place is None else (place, {id(use.sources[k]) for k in some}) for use, place, some in triples]
+
+    def note(self, uses: list[Use], accepted: Accepted) -> None:
+        """Remember which uses counted for which of their sources."""
+        counted = {id(item.use): some for item, some in accepted}
+        self.wanted = [{k for k, s in enumerate(use.sources) if id(s) in counted.get(id(use), ())} for use in uses]
 
 
 _plans: WeakKeyDictionary[nn.Module, dict[Hashable, Plan]] = WeakKeyDictionary()
@@ -62,13 +78,15 @@ def keep(
     model: nn.Module, key: Hashable, uses: list[Use], plain: list[Tensor | None], found: list[Solved]
 ) -> Plan | None:
     """Remember what was measured, if it is regular and certain enough to hold for the next forward."""
-    certain = all(use.strong for use in uses) and all(is_regular(item.layout) for item in found)
+    # A candidate without samples of its own has no layout, and will have none.
+    certain = all(is_regular(i.layout) or (i.layout is None and not i.use.strong) for i in found)
     kept = _plans.setdefault(model, {})
     if not certain:
         kept.pop(key, None)
         return None
     layouts = {id(item.use): item.layout for item in found}
-    plan = Plan([None if g is None else layouts.get(id(use)) for use, g in zip(uses, plain, strict=True)])
+    places = [None if g is None else layouts.get(id(use)) for use, g in zip(uses, plain, strict=True)]
+    plan = Plan(places, [g is not None for g in plain])
     plan.calls = kept[key].calls if key in kept else 1
     kept[key] = plan
     while len(kept) > _KEPT:

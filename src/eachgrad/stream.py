@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from eachgrad import layout as lay
 from eachgrad.blocks import Block, add
 from eachgrad.cover import Solved
 from eachgrad.gradient import Gradient
 from eachgrad.passes import Passes, grads_untouched
+from eachgrad.recall import Counted
 from eachgrad.solve import blocks_of
 
 
 def visit(
     passes: Passes,
     losses: Tensor,
-    layouts: Sequence[lay.Layout | None],
+    counted: Sequence[Counted | None],
     parameters: Mapping[str, Tensor],
     arrived: Callable[[Gradient], None],
     names: set[str] | None = None,
@@ -27,10 +27,11 @@ def visit(
 ) -> None:
     """One backward; `arrived` gets each parameter's gradients once the last of its uses has been reached.
 
+    `counted`: by use, where its samples lie, and the ids of the sources it counts for.
     `names`: of these parameters alone. `last`: the graph, and the arguments of each use, are freed on the way.
     """
     recorder, B = passes.recorder, len(losses)
-    reached = [_parameters_of(passes, n) if place is not None else set() for n, place in enumerate(layouts)]
+    reached = [set() if some is None else _parameters_of(passes, n, some[1]) for n, some in enumerate(counted)]
     wanted = set(parameters) if names is None else names
     waiting = Counter(name for some in reached for name in some & wanted)
     parts: dict[str, list[Block]] = {}
@@ -40,10 +41,10 @@ def visit(
         arrived(Gradient(name, parameters[name], add(found) if found else None, B))
 
     def use_arrived(n: int, g: Tensor) -> None:
-        use, place = recorder.uses[n], layouts[n]
-        if place is None or not reached[n] & wanted:
+        use, some = recorder.uses[n], counted[n]
+        if some is None or not reached[n] & wanted:
             return
-        found = blocks_of(recorder, [(Solved(use, g, place), {id(s) for s in use.sources})], B) if g.numel() else {}
+        found = blocks_of(recorder, [(Solved(use, g, some[0]), some[1])], B) if g.numel() else {}
         if last:
             use.release()
         for name, block in found.items():
@@ -62,6 +63,6 @@ def visit(
             complete(name)
 
 
-def _parameters_of(passes: Passes, n: int) -> set[str]:
+def _parameters_of(passes: Passes, n: int, sources: set[int]) -> set[str]:
     tensors = passes.recorder.tensors
-    return {name for source in passes.recorder.uses[n].sources for name in tensors.names_of(source)}
+    return {name for s in passes.recorder.uses[n].sources if id(s) in sources for name in tensors.names_of(s)}

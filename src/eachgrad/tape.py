@@ -163,7 +163,7 @@ class Tape:
         if losses.ndim:
             passes, key = self._prepared(losses)
             plan = self._recalled(passes, key)
-            if plan is not None and plan.costs and not self.check and not self.create_graph:
+            if plan is not None and plan.costs and plan.wanted is not None and not self.check and not self.create_graph:
                 self._state = "done"
                 self._stream(asked, passes, plan, losses, parameters)
                 return None if into else asked.answer()
@@ -180,13 +180,15 @@ class Tape:
     def _stream(
         self, asked: Accumulator, passes: Passes, plan: recall.Plan, losses: Tensor, parameters: dict[str, Any]
     ) -> None:
-        check_complete(self.recorder, [], [losses])
+        counted = plan.counted(self.recorder.uses)
+        covering = zip(self.recorder.uses, counted, strict=True)
+        check_complete(self.recorder, [(use, some[1]) for use, some in covering if some is not None], [losses])
         checks.check_statistics(self.recorder, self.batch_dim, self._ends([losses]), len(losses))
         over = Over(parameters, aliases_of(self.model), self.budget)
         twice = asked.needs_again(over, plan.costs)
 
         def visit(add: Callable[[Gradient], None], names: set[str] | None) -> None:
-            stream.visit(passes, losses, plan.layouts, parameters, add, names, last=not twice or names is not None)
+            stream.visit(passes, losses, counted, parameters, add, names, last=not twice or names is not None)
 
         asked.run(over, len(losses), plan.costs, visit)
 
@@ -288,6 +290,8 @@ class Tape:
             checks.check_statistics(self.recorder, self.batch_dim, self._ends(ends), B)
             raise
         checks.check_statistics(self.recorder, self.batch_dim, self._ends(ends), B)
+        if self._plan is not None:
+            self._plan.note(self.recorder.uses, accepted)
         blocks = blocks_of(self.recorder, accepted, B)
         parameters = self.trainable
         guards = tuple(item.use for item, wanted in accepted if wanted)

@@ -1,6 +1,7 @@
 """Structured per-sample gradients: one file per representation, all of its queries in it."""
 
-from eachgrad.blocks.base import Block, Dense, Fold, accumulation_dtype
+from eachgrad.blocks.arithmetic import accumulation_dtype
+from eachgrad.blocks.base import Block, Dense, Fold
 from eachgrad.blocks.outer import Outer
 from eachgrad.blocks.patches import Geometry, Patches
 from eachgrad.blocks.rows import Rows

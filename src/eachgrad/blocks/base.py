@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -10,26 +9,20 @@ import torch
 from torch import Tensor
 
 from eachgrad import doubts, plan
+from eachgrad.blocks.arithmetic import (
+    accumulation_dtype,
+    dots,
+    inner,
+    matrix_sizes,
+    products,
+    real_dtype,
+    squared_norms,
+    sum_of,
+)
 
 # Largest (B, n) slice of dense gradients that a query makes at a time, in elements: 16 MiB in float32.
 # A choice of memory, not of speed.
 TILE = 1 << 22
-
-# A norm of more numbers than this is put together from norms of so many: over 4 million numbers in float32
-# vector_norm came out 7e-5 too small (torch 2.13, CPU), which would break a clipping bound.
-RUN = 1024
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums of squares of `dtype` numbers are formed: never less than float32."""
-    if dtype in (torch.float16, torch.bfloat16):
-        return torch.float32
-    return dtype
-
-
-def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a norm of `dtype` numbers."""
-    return accumulation_dtype(dtype.to_real() if dtype.is_complex else dtype)
 
 
 @dataclass(frozen=True)
@@ -111,6 +104,10 @@ class Block:
     def squared_norms(self, shared: Shared | None = None) -> Tensor:
         """(B,), with all the digits of the dtype; `shared` is what other parameters' norms have found before."""
         return squared_norms(self.dense())
+
+    def spread(self, shared: Shared | None = None) -> Tensor | None:
+        """The squares, (B,), of what a weighted sum rounds of each gradient: its terms, before they cancel; None: nothing."""
+        return None
 
     def dots(self, other: Block) -> Tensor:
         """<g[i], h[i]> of two blocks of the same parameter, real part: (B,)."""
@@ -222,74 +219,3 @@ def recomputed(total: Tensor, bound: Tensor, exact: Callable[[Tensor], Tensor], 
     share = 0.1 if total.dtype == torch.float32 else 1e-5
     index = (total < share * bound).nonzero().squeeze(1)
     return total.index_copy(0, index, exact(index).to(total.dtype)) if len(index) else total
-
-
-def sum_of(c: Tensor, value: Tensor) -> Tensor:
-    """c (B,) or (K, B) times (B, *shape), in float32 or better."""
-    dtype = accumulation_dtype(value.dtype)
-    return torch.tensordot(c.to(dtype), value.to(dtype), dims=1)
-
-
-def scaled(value: Tensor, c: Tensor) -> Tensor:
-    """c[i] value[i], in float32 or better: rounded to sixteen bits, terms that cancel would leave their rounding behind."""
-    return value * c.to(accumulation_dtype(value.dtype)).view(-1, *[1] * (value.ndim - 1))
-
-
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right of matrices of which one may be wider than the other, in float32 or better."""
-    narrow = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
-    dtype = accumulation_dtype(narrow)
-    if narrow == dtype or not left.is_cuda or left.requires_grad or right.requires_grad:
-        return left.to(dtype) @ right.to(dtype)
-    # Tensor cores take sixteen bits: the wide one as a sum of two such numbers, about 1 in size.
-    wide, other = (left, right) if left.dtype == dtype else (right, left)
-    unit = torch.exp2(torch.floor(torch.log2(wide.abs().amax().clamp(min=torch.finfo(dtype).tiny))))
-    high = (wide / unit).to(narrow)
-    low = (wide / unit - high).to(narrow)
-    pairs = [(part, other) if wide is left else (other, part) for part in (high, low)]
-    return torch.stack([torch.mm(a, b, out_dtype=dtype) for a, b in pairs]).sum(0) * unit
-
-
-def products(left: Tensor, right: Tensor) -> Tensor:
-    """left[i] @ right[i] of batches of matrices, in float32 or better."""
-    dtype = accumulation_dtype(left.dtype)
-    if left.is_cuda and dtype != left.dtype and not (left.requires_grad or right.requires_grad):
-        return torch.bmm(left, right, out_dtype=dtype)
-    return left.to(dtype) @ right.to(dtype)
-
-
-def squared_norms(value: Tensor) -> Tensor:
-    """(B, *shape) -> (B,), accumulated in float32 or better."""
-    flat, dtype = value.reshape(len(value), -1), accumulation_dtype(value.dtype)
-    runs = flat.shape[1] // RUN
-    rest = torch.linalg.vector_norm(flat[:, runs * RUN :], dim=1, dtype=dtype).square()
-    if not runs:
-        return rest
-    whole = flat[:, : runs * RUN].unflatten(1, (runs, RUN))
-    return rest + torch.linalg.vector_norm(whole, dim=2, dtype=dtype).square().sum(1)
-
-
-def dots(left: Tensor, right: Tensor) -> Tensor:
-    """Row-wise real inner product of two (B, *shape) tensors: (B,)."""
-    dtype = accumulation_dtype(torch.promote_types(left.dtype, right.dtype))
-    product = left.to(dtype) * right.to(dtype).conj()
-    if product.is_complex():
-        product = product.real
-    return product.reshape(len(product), -1).sum(1)
-
-
-def matrix_sizes(value: Tensor) -> tuple[int, int, int]:
-    """(B, *shape) as B matrices: the first dimension of the shape, and all others together."""
-    rows = value.shape[1] if value.ndim > 1 else 1
-    return len(value), rows, math.prod(value.shape[2:])
-
-
-def inner(left: Tensor, right: Tensor) -> Tensor:
-    """Real inner products of all rows of (B, n) with all rows of (K, n): (B, K), in float32 or better."""
-    dtype = accumulation_dtype(torch.promote_types(left.dtype, right.dtype))
-    return as_real(left.to(dtype)) @ as_real(right.to(dtype)).mT
-
-
-def as_real(value: Tensor) -> Tensor:
-    """(B, n) complex -> (B, 2n) real, with the same real inner products."""
-    return torch.view_as_real(value.resolve_conj()).flatten(1) if value.is_complex() else value

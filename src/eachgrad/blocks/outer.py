@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 
 from eachgrad import plan
-from eachgrad.blocks.base import (
-    Block,
-    Fold,
-    Shared,
+from eachgrad.blocks.arithmetic import (
     accumulation_dtype,
     dots,
+    is_rounded,
+    on_gpu,
     product,
     products,
-    recomputed,
     scaled,
     squared_norms,
 )
+from eachgrad.blocks.base import Block, Fold, Shared, recomputed
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Outer(Block):
 
     def cost(self) -> plan.Cost:
         (p, d), item = self.matrix, max(self.left.element_size(), self.right.element_size())
-        return plan.product(len(self.left), self.left.shape[1], p, d, item)
+        return plan.product(len(self.left), self.left.shape[1], p, d, item, self.left.device.type)
 
     def factors(self) -> tuple[Tensor, ...]:
         return self.left, self.right
@@ -66,18 +65,31 @@ class Outer(Block):
 
     def squared_norms(self, shared: Shared | None = None) -> Tensor:
         left, right = self._factors()
-        (B, T), (p, d) = left.shape[:2], self.matrix
-        route = plan.product_norms(B, T, p, d, left.element_size()).name
-        if route == "product of norms":
+        if self._route == "product of norms":
             return squared_norms(left) * squared_norms(right)
-        if route == "direct":
+        if self._route == "direct":
             return self._direct()
         total, bound = self._gram(shared or Shared())
         return recomputed(total, bound, lambda index: self.take(index)._direct())
 
+    def spread(self, shared: Shared | None = None) -> Tensor | None:
+        left, right = self._factors()
+        if not is_rounded(left):
+            return None
+        if self._route == "Gram":
+            return self._gram(shared or Shared())[1]
+        sizes = [torch.linalg.vector_norm(t, dim=2, dtype=torch.float32) for t in (left, right)]
+        return (sizes[0] * sizes[1]).sum(1).square()
+
+    @property
+    def _route(self) -> str:
+        (B, T), (p, d) = self.left.shape[:2], self.matrix
+        item = max(self.left.element_size(), self.right.element_size())
+        return plan.product_norms(B, T, p, d, item, self.left.device.type).name
+
     def _direct(self) -> Tensor:
         left, right = self._factors()
-        step = plan.direct_samples(len(left), *self.matrix)
+        step = plan.direct_samples(len(left), *self.matrix, left.device.type)
         return torch.cat(
             [squared_norms(products(a.mT, b)) for a, b in zip(left.split(step), right.split(step), strict=True)]
         )
@@ -86,11 +98,9 @@ class Outer(Block):
         """Squared norms, and the size of the terms that they are sums of: sum (A A^T) * (G G^T)."""
         # Never below float32: in bfloat16 this sum was wrong by up to 7% where gradients cancel over T.
         left, right = self._factors()
-        if not (
-            left.is_cuda and left.element_size() == 2
-        ):  # tensor cores multiply sixteen bits exactly, and add in float32
+        if not on_gpu(left):  # which multiplies sixteen bits exactly, and adds in float32
             left, right = (t.to(accumulation_dtype(t.dtype)) for t in (left, right))
-        step = plan.gram_samples(len(left), left.shape[1])
+        step = plan.gram_samples(len(left), left.shape[1], left.device.type)
         if step >= len(left):
             return _gram(left, right, shared)
         parts = [_gram(a, b, Shared()) for a, b in zip(left.split(step), right.split(step), strict=True)]
@@ -102,7 +112,8 @@ class Outer(Block):
             return super().dots(other)
         T, S, p, d = self.left.shape[1], other.left.shape[1], self.left.shape[2], self.right.shape[2]
         by_gram = T * S * (p + d) < (T + S) * p * d
-        step = plan.direct_samples(len(self.left), T, S) if by_gram else plan.direct_samples(len(self.left), p, d)
+        size = (T, S) if by_gram else (p, d)
+        step = plan.direct_samples(len(self.left), *size, self.left.device.type)
         factors = [t.split(step) for t in (*self._factors(), *other._factors())]
         if by_gram:
             return torch.cat([_crossed(*four) for four in zip(*factors, strict=True)])
@@ -172,7 +183,7 @@ class Outer(Block):
 def _gram(left: Tensor, right: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
     """Of (n, T, p) and (n, T, d): sum (A A^T) * (G G^T) and the sum of its terms' sizes, by strips up to the diagonal."""
     totals, bounds = [], []
-    for start, end in plan.strip_bounds(left.shape[1]):
+    for start, end in plan.strip_bounds(left.shape[1], left.device.type):
         product = shared.gram(left, start, end) * shared.gram(right, start, end)
         product = product.real if product.is_complex() else product
         # What lies before the diagonal block stands for its mirror image as well.

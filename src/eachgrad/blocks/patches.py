@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from eachgrad import plan
-from eachgrad.blocks.base import Block, Fold, Shared, accumulation_dtype, recomputed, scaled, squared_norms
+from eachgrad.blocks.arithmetic import accumulation_dtype, is_rounded, on_gpu, products, scaled, squared_norms
+from eachgrad.blocks.base import Block, Fold, Shared, recomputed
 from eachgrad.blocks.outer import Outer
 from eachgrad.blocks.windows import Geometry
-
-# An accelerator starts a kernel for each chunk: there the 32 MiB stay.
-DEVICE_CHUNKS = 8
 
 # An element added to a Gram, against a multiplication in a matrix product. On one core over 140 shapes (C 8 to 256,
 # p 16 to 256, maps of 16 to 256 positions) the choice made with 2 to 6 took 0.5% more time than the best of both.
@@ -77,7 +75,7 @@ class Patches(Block):
         unfolded = min(B, self._step()) * self._unfolded() * item
         if self.geometry.groups > 1:
             return plan.Route("direct", 2 * B * T * p * K, unfolded, "groups")
-        product = plan.product_norms(B, T, p, K, item)
+        product = plan.product_norms(B, T, p, K, item, self.g.device.type)
         gram = 2 * B * (self.pixels**2 * self.x.shape[2] + T**2 * p)
         share = (gram + 2 * B * ADDITION * sum(self.geometry.kernel) * T**2) / max(1, product.flops)
         # A kernel of one pixel leaves nothing to unfold.
@@ -88,8 +86,7 @@ class Patches(Block):
 
     def weighted_sum(self, c: Tensor) -> Tensor:
         if not self._native:
-            g = scaled(self.g, c)
-            parts = (self._direct(x.flatten(0, 1)[None], s.flatten(0, 1)[None])[0] for x, s in self._split(g))
+            parts = (self._sum(x.flatten(0, 1)[None], s.flatten(0, 1)[None]) for x, s in self._split(scaled(self.g, c)))
             return reduce(torch.add, parts)
         # On one core it took 0.2 to 1.1 of the time of an unfolding for 26 shapes in float32, 1.2 to 2.3 for 4 small
         # depthwise ones. Half precision by way of float32: 0.2 to 0.9 for all but one, and no less precise, where
@@ -102,6 +99,20 @@ class Patches(Block):
             a, b = (a * w, b.to(w.dtype)) if x.numel() < g.numel() else (a.to(w.dtype), b * w)
             total += self.geometry.weight_gradient(a.flatten(0, 1), b.flatten(0, 1), self.geometry.groups)
         return total
+
+    def _sum(self, x: Tensor, g: Tensor) -> Tensor:
+        """The gradient of one sample that has many maps, in float32 or better."""
+        g, x = (t[0] for t in self._factors(x, g))  # of each group
+        return products(g, x.mT).reshape(self.shape)
+
+    def spread(self, shared: Shared | None = None) -> Tensor | None:
+        if not is_rounded(self.g):
+            return None
+        if self._norms().name == "Gram of pixels":
+            return self._gram()[1]
+        parts = (self._factors(x, g) for x, g in self._split(self.g))
+        sizes = ([torch.linalg.vector_norm(t, dim=2, dtype=torch.float32) for t in pair] for pair in parts)
+        return torch.cat([(g * x).sum(2).square().sum(1) for g, x in sizes])
 
     def weighted_sums(self, c: Tensor) -> Tensor:
         # Several sums share one unfolding.
@@ -131,9 +142,11 @@ class Patches(Block):
     def _gram(self) -> tuple[Tensor, Tensor]:
         """Squared norms, and the size of the terms that they are sums of: sum (A A^T) * (G G^T)."""
         dtype, step, parts = accumulation_dtype(self.dtype), self._gram_step(), []
-        for x, g in zip(self.x.split(step), self.g.split(step), strict=True):
-            g = g.to(dtype).movedim(2, 1).flatten(2)
-            product = self.geometry.gram(x.to(dtype), self.g.shape[3:]).mul_(g.mT @ g).flatten(1)
+        for x, g in zip(self.x.to(self.dtype).split(step), self.g.to(self.dtype).split(step), strict=True):
+            if not on_gpu(x):  # which multiplies sixteen bits exactly, and adds in float32
+                x, g = x.to(dtype), g.to(dtype)
+            g = g.movedim(2, 1).flatten(2)
+            product = self.geometry.gram(x, self.g.shape[3:]).mul_(products(g.mT, g)).flatten(1)
             parts.append((product.sum(1), torch.linalg.vector_norm(product, 1, dim=1)))
         total, bound = (torch.cat(column) for column in zip(*parts, strict=True))
         return total, bound
@@ -174,7 +187,7 @@ class Patches(Block):
         return max(1, self._chunk() // max(1, self.pixels, self.positions) ** 2)
 
     def _chunk(self) -> int:
-        return plan.CHUNK if self.g.device.type == "cpu" else plan.CHUNK * DEVICE_CHUNKS
+        return plan.chunk(self.g.device.type)
 
     def _unfolded(self) -> int:
         return self.positions * self.x.shape[2] * math.prod(self.geometry.kernel)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from eachgrad import plan
-from eachgrad.blocks.base import Block, Fold, Shared, accumulation_dtype, dots, real_dtype
+from eachgrad.blocks.arithmetic import accumulation_dtype, dots, real_dtype
+from eachgrad.blocks.base import Block, Dense, Fold, Shared
 from eachgrad.blocks.outer import Outer
 
 
@@ -101,6 +102,9 @@ class Rows(Block):
             index = self.index.clamp(min=0)[:, None].expand(-1, other.left.shape[1], -1)
             left = other.left.gather(2, index)  # (B, S, T)
             return dots(self._values(), left.mT.to(other.right.dtype) @ other.right)
+        if isinstance(other, Dense):
+            sample = torch.arange(len(self.index), device=self.index.device)[:, None]
+            return dots(self._values(), other.value[sample, self.index.clamp(min=0)])
         return super().dots(other)
 
     def concatenate(self, other: Rows) -> Rows:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from eachgrad import plan
-from eachgrad.blocks.base import Block, Dense, Fold, Shared, recomputed, squared_norms
+from eachgrad.blocks.arithmetic import squared_norms
+from eachgrad.blocks.base import Block, Dense, Fold, Shared, recomputed
 from eachgrad.blocks.outer import Outer
 from eachgrad.blocks.rows import Rows
 
@@ -56,6 +57,14 @@ class Sum(Block):
 
     def cost(self) -> plan.Cost:
         return reduce(operator.add, (part.cost() for part in self.parts))
+
+    def kept(self) -> Block:
+        return add(part.kept() if part.cost().is_small else part for part in self.parts)
+
+    def spread(self, shared: Shared | None = None) -> Tensor | None:
+        found = [value for part in self.parts if (value := part.spread(shared)) is not None]
+        # Roundings of several parts add up as their sizes do.
+        return reduce(torch.add, (value.sqrt() for value in found)).square() if found else None
 
     def squared_norms(self, shared: Shared | None = None) -> Tensor:
         total = bound = reduce(torch.add, (part.squared_norms(shared) for part in self.parts))

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from eachgrad.blocks.arithmetic import on_gpu, products
 
 
 @dataclass(frozen=True)
@@ -79,15 +82,23 @@ class Geometry:
         dimension after the other, so that nothing is unfolded. Padding is a window cut short.
         """
         flat = x.movedim(2, 1).flatten(2)  # (n, C, m S)
-        value, dims = flat.mT @ flat, len(out)
+        value, dims = products(flat.mT, flat), len(out)
         sides = [*x.shape[1:2], *x.shape[3:]]
         value = value.view(len(x), *sides, *sides)
         for dim in reversed(range(dims)):
             row, column = 2 + dim, 3 + dims + dim
+            shifts = list(self._shifts(dim, value.shape[row], out[dim]))
+            if on_gpu(x):  # one kernel reads all windows, cut short or not
+                windows = [
+                    _widened(_both(value, row, column, pixels), row, column, outputs, out[dim])
+                    for outputs, pixels in shifts
+                ]
+                value = reduce(torch.add, windows)
+                continue
             shape = list(value.shape)
             shape[row] = shape[column] = out[dim]
             total = value.new_zeros(shape)
-            for outputs, pixels in self._shifts(dim, value.shape[row], out[dim]):
+            for outputs, pixels in shifts:
                 _both(total, row, column, outputs).add_(_both(value, row, column, pixels))
             value = total
         return value.flatten(dims + 2).flatten(1, -2)
@@ -100,6 +111,13 @@ class Geometry:
             first, last = max(0, -(shift // stride)), min(out - 1, (pixels - 1 - shift) // stride)
             if first <= last:
                 yield slice(first, last + 1), slice(first * stride + shift, last * stride + shift + 1, stride)
+
+
+def _widened(part: Tensor, row: int, column: int, place: slice, size: int) -> Tensor:
+    """A window with zeros around it, so that along both dimensions it lies at `place` in `size`."""
+    sides = (place.start, size - place.stop)
+    pads = [sides if dim in (row, column) else (0, 0) for dim in reversed(range(part.ndim))]
+    return F.pad(part, [n for pair in pads for n in pair]) if any(sides) else part
 
 
 def _both(value: Tensor, row: int, column: int, part: slice) -> Tensor:

@@ -87,6 +87,8 @@ class Accumulator:
 
 
 def _add(gradient: Gradient, every: Iterable[Running]) -> None:
-    for running in every:
-        if gradient.name in running.over.parameters:
-            running.add(gradient)
+    asking = [running for running in every if gradient.name in running.over.parameters]
+    if not gradient.has_norms and any(running.keeps(gradient.name) for running in asking):
+        gradient = gradient.kept()
+    for running in asking:
+        running.add(gradient)

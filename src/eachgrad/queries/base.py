@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from eachgrad import plan
-from eachgrad.blocks.base import accumulation_dtype, real_dtype
+from eachgrad.blocks.arithmetic import accumulation_dtype, real_dtype
 from eachgrad.gradient import Gradient, total
 from eachgrad.selection import matching
 
@@ -48,6 +49,7 @@ class Query:
 
     patterns: tuple[str, ...] | None = field(default=None, kw_only=True)
     holds: ClassVar[bool] = False  # whether gradients are held until all are known
+    pads: ClassVar[bool] = False  # whether samples of gradient zero can be added and taken away again
 
     def select(self, pattern: str | Iterable[str]) -> Query:
         """The same question about the parameters whose names match a glob, or one of several."""
@@ -55,6 +57,10 @@ class Query:
 
     def start(self, over: Over) -> Running:
         raise NotImplementedError
+
+    def unpadded(self, answer: Any, samples: int, size: int) -> Any:
+        """The answer about the first `samples` of `size` samples, the others having no gradient."""
+        return tree_map(lambda t: t[:samples], answer)
 
 
 class Running:
@@ -71,6 +77,10 @@ class Running:
 
     def begin(self, batch_size: int, costs: Mapping[str, plan.Cost]) -> None:
         self.batch_size = batch_size
+
+    def keeps(self, name: str) -> bool:
+        """Whether the gradients of a parameter are to be formed before they are added."""
+        return False
 
     def add(self, gradient: Gradient) -> None:
         raise NotImplementedError

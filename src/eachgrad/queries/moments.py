@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,13 @@ from eachgrad.queries.base import Over, PerParameter, Query, Running
 
 @dataclass(frozen=True)
 class Mean(Query):
+    pads = True
+
     def start(self, over: Over) -> Running:
         return RunningMean(over)
+
+    def unpadded(self, answer: Any, samples: int, size: int) -> Any:
+        return {name: value * (size / samples) for name, value in answer.items()}
 
 
 class RunningMean(PerParameter):
@@ -30,8 +36,13 @@ class RunningMean(PerParameter):
 
 @dataclass(frozen=True)
 class SecondMoment(Query):
+    pads = True
+
     def start(self, over: Over) -> Running:
         return RunningSecond(over)
+
+    def unpadded(self, answer: Any, samples: int, size: int) -> Any:
+        return {name: value * (size / samples) for name, value in answer.items()}
 
 
 class RunningSecond(PerParameter):

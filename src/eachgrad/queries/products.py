@@ -18,6 +18,7 @@ from eachgrad.queries.base import Over, PerSample, Query, Running
 class Dot(Query):
     direction: Mapping[str, Tensor]
     positions: bool = False
+    pads = True
 
     def start(self, over: Over) -> Running:
         direction = check_direction(self.direction, over)
@@ -112,6 +113,7 @@ class Project(Query):
     dim: int
     seed: int = 0
     kind: str = "gaussian"
+    pads = True
 
     def start(self, over: Over) -> Running:
         check_projection(self.dim, self.kind)
@@ -165,6 +167,8 @@ class RunningGram(PerSample):
 
 @dataclass(frozen=True)
 class AllGradients(Query):
+    pads = True
+
     def start(self, over: Over) -> Running:
         return RunningDense(over)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eachgrad import plan
+from eachgrad.blocks.arithmetic import BFLOAT16_ROUNDING
 from eachgrad.blocks.base import Shared
 from eachgrad.gradient import Gradient, root, total
 from eachgrad.queries.base import Over, PerParameter, PerSample, Query, Running
@@ -19,6 +20,7 @@ from eachgrad.selection import clip_factors, grouped
 @dataclass(frozen=True)
 class Norms(Query):
     by: str | None = None
+    pads = True
 
     def start(self, over: Over) -> Running:
         if self.by not in (None, "parameter", "module"):
@@ -113,6 +115,10 @@ class ClippedSum(Query):
     gamma: float = 0.01
     nonfinite: str = "raise"
     holds = True
+    pads = True
+
+    def unpadded(self, answer: Any, samples: int, size: int) -> Any:
+        return answer
 
     def start(self, over: Over) -> Running:
         return RunningClip(over, self)
@@ -133,27 +139,37 @@ class RunningClip(PerParameter):
         self.how = plan.schedule({n: costs[n] for n in self.over.parameters}, self.over.budget)
         self.shared = Shared()
         self.squares: dict[str, Tensor] = {}
+        self.spreads: dict[str, Tensor] = {}
         self.held: dict[str, Gradient] = {}
         self.factors: tuple[dict[str, Tensor], Tensor | None] | None = None
+
+    def keeps(self, name: str) -> bool:
+        return self.factors is None and self.how[name] == "gradients"
 
     def add(self, gradient: Gradient) -> None:
         if self.factors is not None:  # a second time
             self._sum(gradient)
             return
-        how = self.how[gradient.name]
-        if how == "gradients" and not gradient.has_norms:
-            gradient = gradient.kept()
         self.squares[gradient.name] = gradient.squared_norms(self.shared)
-        if how != "again":
+        spread = gradient.spread(self.shared)
+        if spread is not None:
+            self.spreads[gradient.name] = spread
+        if self.how[gradient.name] != "again":
             self.held[gradient.name] = gradient
 
     def again(self) -> set[str]:
-        none = torch.zeros(self.batch_size)
-        norms = {g: root(total([self.squares[n] for n in names] or [none])) for g, names in self.members.items()}
+        norms = {group: self._norms(names) for group, names in self.members.items()}
         self.factors, self.shared = self._factors(norms), Shared()
         for name in list(self.held):
             self._sum(self.held.pop(name))
         return set(self.squares) - set(self.batch)
+
+    def _norms(self, names: list[str]) -> Tensor:
+        """The norms of what is going to be summed, (B,): at most so large, where the sum rounds its terms."""
+        squares = [self.squares[n] for n in names] or [torch.zeros(self.batch_size)]
+        spreads = [self.spreads[n] for n in names if n in self.spreads]
+        norms = root(total(squares))
+        return norms + BFLOAT16_ROUNDING * root(total(spreads)) if spreads else norms
 
     def _sum(self, gradient: Gradient) -> None:
         assert self.factors is not None

@@ -1,0 +1,129 @@
+"""Sums and products of tensors, in float32 or better: which precision each is formed in, and where it is rounded."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eachgrad import plan
+
+# A norm of more numbers than this is put together from norms of so many: over 4 million numbers in float32
+# vector_norm came out 7e-5 too small (torch 2.13, CPU), which would break a clipping bound.
+RUN = 1024
+
+# How far rounding to bfloat16 moves a number, at most.
+BFLOAT16_ROUNDING = 2.0**-9
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums of squares of `dtype` numbers are formed: never less than float32."""
+    if dtype in (torch.float16, torch.bfloat16):
+        return torch.float32
+    return dtype
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a norm of `dtype` numbers."""
+    return accumulation_dtype(dtype.to_real() if dtype.is_complex else dtype)
+
+
+def on_gpu(t: Tensor) -> bool:
+    return t.is_cuda
+
+
+def is_rounded(value: Tensor) -> bool:
+    """Whether `scaled` gives these numbers back as bfloat16: what a GPU multiplies at full speed."""
+    return value.dtype == torch.bfloat16 and on_gpu(value) and not value.requires_grad
+
+
+def scaled(value: Tensor, c: Tensor) -> Tensor:
+    """c[i] value[i], in float32 or better but for `is_rounded`.
+
+    Rounded to sixteen bits, terms that cancel leave their rounding behind: a clipped sum must allow for it.
+    """
+    wide = value * c.to(accumulation_dtype(value.dtype)).view(-1, *[1] * (value.ndim - 1))
+    return wide.to(value.dtype) if is_rounded(value) else wide
+
+
+def sum_of(c: Tensor, value: Tensor) -> Tensor:
+    """c (B,) or (K, B) times (B, *shape), in float32 or better."""
+    dtype = accumulation_dtype(value.dtype)
+    if on_gpu(value) and c.ndim == 1 and not value.dtype.is_complex:  # read once, as they are
+        return (value * c.to(dtype).view(-1, *[1] * (value.ndim - 1))).sum(0)
+    return torch.tensordot(c.to(dtype), value.to(dtype), dims=1)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right of matrices of which one may be wider than the other, in float32 or better."""
+    narrow = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
+    dtype = accumulation_dtype(narrow)
+    if narrow == dtype or not on_gpu(left) or left.requires_grad or right.requires_grad:
+        return left.to(dtype) @ right.to(dtype)
+    if left.dtype == right.dtype:
+        return wide_product(left, right)
+    # Tensor cores take sixteen bits: the wide one as a sum of two such numbers, about 1 in size.
+    wide, other = (left, right) if left.dtype == dtype else (right, left)
+    unit = torch.exp2(torch.floor(torch.log2(wide.abs().amax().clamp(min=torch.finfo(dtype).tiny))))
+    high = (wide / unit).to(narrow)
+    low = (wide / unit - high).to(narrow)
+    pairs = [(part, other) if wide is left else (other, part) for part in (high, low)]
+    return torch.stack([wide_product(a, b) for a, b in pairs]).sum(0) * unit
+
+
+def wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right of sixteen bit matrices on a GPU, as float32."""
+    n, m = left.shape[0], right.shape[1]
+    # F.pad copies even where it adds nothing.
+    left = F.pad(left, (0, 0, 0, -n % plan.ALIGNED)) if n % plan.ALIGNED else left
+    right = F.pad(right, (0, -m % plan.ALIGNED)) if m % plan.ALIGNED else right
+    return torch.mm(left, right, out_dtype=torch.float32)[:n, :m]
+
+
+def products(left: Tensor, right: Tensor) -> Tensor:
+    """left[i] @ right[i] of batches of matrices, in float32 or better."""
+    dtype = accumulation_dtype(left.dtype)
+    if on_gpu(left) and dtype != left.dtype and not (left.requires_grad or right.requires_grad):
+        return torch.bmm(left, right, out_dtype=dtype)
+    return left.to(dtype) @ right.to(dtype)
+
+
+def squared_norms(value: Tensor) -> Tensor:
+    """(B, *shape) -> (B,), accumulated in float32 or better."""
+    flat, dtype = value.reshape(len(value), -1), accumulation_dtype(value.dtype)
+    if on_gpu(value):  # which adds in a tree
+        return torch.linalg.vector_norm(flat, dim=1, dtype=dtype).square()
+    runs = flat.shape[1] // RUN
+    rest = torch.linalg.vector_norm(flat[:, runs * RUN :], dim=1, dtype=dtype).square()
+    if not runs:
+        return rest
+    whole = flat[:, : runs * RUN].unflatten(1, (runs, RUN))
+    return rest + torch.linalg.vector_norm(whole, dim=2, dtype=dtype).square().sum(1)
+
+
+def dots(left: Tensor, right: Tensor) -> Tensor:
+    """Row-wise real inner product of two (B, *shape) tensors: (B,)."""
+    dtype = accumulation_dtype(torch.promote_types(left.dtype, right.dtype))
+    product = left.to(dtype) * right.to(dtype).conj()
+    if product.is_complex():
+        product = product.real
+    return product.reshape(len(product), -1).sum(1)
+
+
+def inner(left: Tensor, right: Tensor) -> Tensor:
+    """Real inner products of all rows of (B, n) with all rows of (K, n): (B, K), in float32 or better."""
+    dtype = accumulation_dtype(torch.promote_types(left.dtype, right.dtype))
+    return as_real(left.to(dtype)) @ as_real(right.to(dtype)).mT
+
+
+def as_real(value: Tensor) -> Tensor:
+    """(B, n) complex -> (B, 2n) real, with the same real inner products."""
+    return torch.view_as_real(value.resolve_conj()).flatten(1) if value.is_complex() else value
+
+
+def matrix_sizes(value: Tensor) -> tuple[int, int, int]:
+    """(B, *shape) as B matrices: the first dimension of the shape, and all others together."""
+    rows = value.shape[1] if value.ndim > 1 else 1
+    return len(value), rows, math.prod(value.shape[2:])

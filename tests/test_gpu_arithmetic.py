@@ -1,0 +1,133 @@
+"""What the blocks do on a GPU, on a machine without one: sixteen bit products with sums in float32, rounded factors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import eachgrad
+from eachgrad import plan
+from eachgrad.blocks import Dense, Geometry, Outer, Patches, Rows, Sum, arithmetic, outer, patches, windows
+
+B = 6
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch):
+    """Every tensor counts as one on a GPU, whose products of sixteen bit numbers can be asked for in float32."""
+    for module in (arithmetic, outer, patches, windows):
+        if hasattr(module, "on_gpu"):
+            monkeypatch.setattr(module, "on_gpu", lambda t: True)
+    for name in ("mm", "bmm"):
+        plain = getattr(torch, name)
+
+        def product(a, b, out_dtype=None, plain=plain):
+            return plain(a, b) if out_dtype is None else plain(a.to(out_dtype), b.to(out_dtype))
+
+        monkeypatch.setattr(torch, name, product)
+    monkeypatch.setattr(Patches, "_native", False)
+    for name in ("strips", "chunk"):
+        plain = getattr(plan, name)
+        monkeypatch.setattr(plan, name, lambda *args, plain=plain: plain(*(a if a != "cpu" else "cuda" for a in args)))
+    bounds = plan.strip_bounds
+    monkeypatch.setattr(plan, "strip_bounds", lambda T, device: bounds(T, "cuda"))
+
+
+def random(*shape):
+    return torch.randn(*shape).bfloat16()
+
+
+def tied():
+    return Sum((Outer(random(B, 3, 31), random(B, 3, 7)), Rows(torch.randint(31, (B, 5)), random(B, 5, 7), 31)))
+
+
+def convolution(size, channels, outputs):
+    geometry = Geometry((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), 1)
+    return Patches(random(B, 1, channels, size, size), random(B, 1, outputs, size, size), geometry)
+
+
+BLOCKS = {
+    "one position": lambda: Outer(random(B, 1, 9), random(B, 1, 12)),
+    "Gram": lambda: Outer(random(B, 13, 40), random(B, 13, 33)),
+    "direct": lambda: Outer(random(B, 50, 9), random(B, 50, 6)),
+    "tied": tied,
+    "pixels": lambda: convolution(4, 16, 16),
+    "unfolded": lambda: convolution(9, 2, 3),
+    "dense": lambda: Dense(random(B, 5, 4)),
+    # Gradients that sum to zero over the positions, inputs with a strong common direction.
+    "cancelling": lambda: Outer((lambda g: g - g.float().mean(1, keepdim=True).bfloat16())(random(B, 64, 96)),
+                                (20 + torch.randn(B, 64, 128)).bfloat16()),
+}  # fmt: skip
+
+
+def gradients(block):
+    """The gradients in float64, of the same sixteen bit numbers: (B, n)."""
+    if isinstance(block, Sum):
+        return sum(gradients(part) for part in block.parts)
+    if isinstance(block, Dense):
+        return block.value.double().flatten(1)
+    if isinstance(block, Outer):
+        return (block.left.double().mT @ block.right.double()).flatten(1)
+    if isinstance(block, Rows):
+        hot = F.one_hot(block.index, block.size).double()
+        return (hot.mT @ block.value.double()).flatten(1)
+    x, g = block.x.double()[:, 0], block.g.double()[:, 0]
+    columns = F.unfold(x, block.geometry.kernel, padding=1)
+    return (g.flatten(2) @ columns.mT).flatten(1)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_norms_and_sums(name):
+    torch.manual_seed(0)
+    block, c = BLOCKS[name](), torch.rand(B)
+    want = gradients(block)
+    for value in (block, block.kept()):
+        torch.testing.assert_close(value.squared_norms().sqrt().double(), want.norm(dim=1), rtol=1e-3, atol=0)
+        got, total = value.weighted_sum(c).double().flatten(), (c.double()[:, None] * want).sum(0)
+        assert value.weighted_sum(c).dtype == torch.float32
+        # Each term is rounded to 2^-9 of itself, wherever it is rounded at all.
+        spread = value.spread()
+        slack = 2.0**-9 * (c * (spread.sqrt() if spread is not None else want.norm(dim=1).float())).norm()
+        assert (got - total).norm() <= 2 * slack
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_no_sample_adds_more_than_the_bound(name):
+    """Each sample alone, so that what is added is its own contribution; clipped to a thousandth of its norm and more."""
+    torch.manual_seed(0)
+    block = BLOCKS[name]()
+    norms = gradients(block).norm(dim=1)
+    shape = block.weighted_sum(torch.ones(B)).shape
+    for bound in torch.logspace(-3, 0.5, 12):
+        gradient = eachgrad.grads.Gradient("w", torch.zeros(shape), block, B)
+        clip = eachgrad.clipped_sum(float(bound)).start(eachgrad.queries.base.Over({"w": gradient.parameter}, {}))
+        clip.begin(B, {"w": gradient.cost()})
+        clip.add(gradient.kept() if clip.keeps("w") else gradient)
+        clip.again()
+        factors = clip.factors[0][""]
+        held = gradient.kept() if clip.keeps("w") or clip.how["w"] == "gradients" else gradient
+        for i in range(B):
+            added = held.take(torch.tensor([i])).weighted_sum(factors[i : i + 1]).double().norm()
+            assert added <= bound * (1 + 1e-3)
+            # And nothing is lost: the sample is clipped no further than its rounding asks for.
+            assert added >= 0.97 * min(bound, norms[i]) or name == "cancelling" or name == "direct"
+
+
+def test_rows_meet_dense_gradients():
+    torch.manual_seed(0)
+    rows, dense = Rows(torch.randint(9, (B, 5)), random(B, 5, 7), 9), Dense(random(B, 9, 7))
+    want = (gradients(rows) * gradients(dense)).sum(1)
+    torch.testing.assert_close(rows.dots(dense).double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_products_of_odd_sizes_are_padded():
+    a, b = random(5, 16), random(16, 11)
+    torch.testing.assert_close(arithmetic.wide_product(a, b), a.float() @ b.float(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("T", [3, 8, 9, 197, 1024, 1027])
+def test_strips_cover_every_row_once(T):
+    bounds = plan.strip_bounds(T, "cuda")
+    assert [start for start, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
+    assert bounds[-1][1] == T
