@@ -297,3 +297,43 @@ def test_padding_is_refused():
             ask(torch.randn(n, d), torch.randn(n))
     with pytest.raises(ValueError, match="none has that dimension"):
         ask(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_inside_what_the_user_compiles(compiled):
+    model, (x, y) = MODELS["MLP"][0](), MODELS["MLP"][1]()
+    ask = eachgrad.compile(model, losses, backend="aot_eager", norms=eachgrad.norms())
+
+    def step(x, y):
+        if compiled:
+            return ask(x * 2, y).norms + 1
+        with eachgrad.record(model) as tape:
+            found = losses(model, x * 2, y)
+        return tape.ask(found, norms=eachgrad.norms()).norms + 1
+
+    want = ask.eager((x * 2, y)).norms + 1
+    around = torch.compile(step, backend="aot_eager")
+    for _ in range(4):
+        torch.testing.assert_close(around(x, y), want, rtol=1e-12, atol=0)
+
+
+def test_buffers_are_left_alone():
+    """Not even their version changes: others look at it to see whether a forward wrote to them."""
+    model = Net(lambda m, x: m.fc(x) * m.scale, fc=nn.Linear(d, 3))
+    model.register_buffer("scale", torch.randn(3))
+    ask = eachgrad.compile(model, losses, backend="aot_eager", norms=eachgrad.norms())
+    version = model.scale._version
+    for _ in range(5):
+        ask(torch.randn(B, d), torch.randn(B))
+    assert model.scale._version == version
+
+
+def test_with_the_modes_of_the_compiler():
+    model, data = MODELS["MLP"][0](), MODELS["MLP"][1]
+    ask = eachgrad.compile(
+        model, losses, mode="reduce-overhead", norms=eachgrad.norms(), grad=eachgrad.clipped_sum(0.5)
+    )
+    for _ in range(3):
+        batch = data()
+        assert_agree(ask(*batch), ask.eager(batch), 1e-9)
+    assert ask.graphs[0].step

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 import eachgrad
 from eachgrad import plan
 from eachgrad.blocks import Dense, Geometry, Outer, Patches, Rows, Sum, arithmetic, outer, patches, windows
+from eachgrad.rules import norm
 
 B = 6
 
@@ -87,7 +88,7 @@ def test_norms_and_sums(name):
         got, total = value.weighted_sum(c).double().flatten(), (c.double()[:, None] * want).sum(0)
         assert value.weighted_sum(c).dtype == torch.float32
         # Each term is rounded to 2^-9 of itself, wherever it is rounded at all.
-        spread = value.spread()
+        spread = value.measured()[1]
         slack = 2.0**-9 * (c * (spread.sqrt() if spread is not None else want.norm(dim=1).float())).norm()
         assert (got - total).norm() <= 2 * slack
 
@@ -131,3 +132,25 @@ def test_strips_cover_every_row_once(T):
     bounds = plan.strip_bounds(T, "cuda")
     assert [start for start, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
     assert bounds[-1][1] == T
+
+
+@pytest.mark.parametrize("shape", [(B, 5, 6), (B, 6)])
+def test_norms_take_the_statistics_of_the_forward(shape, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(norm, "on_gpu", lambda t: True)
+    x, g, weight, bias = torch.randn(shape), torch.randn(shape), torch.randn(6), torch.randn(6)
+    normal = F.layer_norm(x, (6,), None, None, 1e-3)
+    got = norm._layer_norm(g, x, (6,), weight, bias, 1e-3)
+    torch.testing.assert_close(got["weight"].dense(), (g * normal).reshape(B, -1, 6).sum(1))
+    torch.testing.assert_close(got["bias"].dense(), g.reshape(B, -1, 6).sum(1))
+
+
+@pytest.mark.parametrize("shape", [(B, 6, 4, 3), (B, 6, 5), (B, 6)])
+def test_group_norm_takes_the_statistics_of_the_forward(shape, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(norm, "on_gpu", lambda t: True)
+    x, g, weight, bias = torch.randn(shape), torch.randn(shape), torch.randn(6), torch.randn(6)
+    normal = F.group_norm(x, 3, None, None, 1e-3)
+    got = norm._group_norm(g, x, 3, weight, bias, 1e-3)
+    torch.testing.assert_close(got["weight"].dense(), (g * normal).reshape(B, 6, -1).sum(2))
+    torch.testing.assert_close(got["bias"].dense(), g.reshape(B, 6, -1).sum(2))

@@ -85,7 +85,7 @@ EXTRA = [
 
 OFF = 1.01
 EXACT = [case for case in (*CASES, *EXTRA) if case.tolerance < 1e-6]
-QUERY_METHODS = ["dense", "fold", "take", "weighted_sum", "squared_norms", "dots"]
+QUERY_METHODS = ["dense", "fold", "take", "weighted_sum", "measured", "dots"]
 BLOCKS = [Dense, Outer, Patches, Rows, Sum]
 METHODS = [(cls, name) for cls in BLOCKS for name in QUERY_METHODS] + [
     (Outer, "_gram"), (Outer, "concatenate"), (Rows, "concatenate"), (Fold, "join"), (Geometry, "unfold"),

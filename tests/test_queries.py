@@ -609,6 +609,8 @@ GEOMETRY = Geometry((2,), (1,), ((0, 0),), (1,), 1)
 def off(value):
     if isinstance(value, Tensor):
         return value * OFF if value.is_floating_point() or value.is_complex() else value
+    if value is None:
+        return None
     if isinstance(value, tuple):
         return tuple(off(v) for v in value)
     if isinstance(value, Block):
@@ -631,7 +633,7 @@ def wrong(case: Case) -> bool:
 METHODS = [
     (cls, name)
     for cls in (Block, Dense, Outer, Patches, Rows, Sum)
-    for name in ("weighted_sums", "slice", "dot", "gram", "sum_of_squares", "compressed", "support", "squared_norms")
+    for name in ("weighted_sums", "slice", "dot", "gram", "sum_of_squares", "compressed", "support", "measured")
     if name in vars(cls) and (cls, name) != (Block, "support")  # hands on what it was given
 ] + [(Outer, "_dot"), (Rows, "_runs"), (Rows, "_among"), (Geometry, "convolve")]
 SMALL = [

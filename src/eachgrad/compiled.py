@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from eachgrad import doubts, padding
@@ -28,6 +28,7 @@ from eachgrad.functions import without_autocast
 from eachgrad.gradient import Gradient, costs_of
 from eachgrad.grads import PerSampleGrads
 from eachgrad.graph import named_trainable, tensors_in
+from eachgrad.kernels import signals
 from eachgrad.passes import Passes, marked
 from eachgrad.queries import Accumulator, Answer, Query
 from eachgrad.recall import is_regular
@@ -72,14 +73,21 @@ class Compiled:
             raise ValueError("losses is the name of the losses themselves: ask under another name")
         self.model, self.loss_fn, self.queries = model, loss_fn, queries
         self.batch_dim, self.options, self.pad_to = batch_dim, options, pad_to
+        # A CUDA graph is replayed without the host.
+        self.signals = options.get("mode") in (None, "default", "max-autotune-no-cudagraphs")
         self.graphs: list[Graph] = []
         self._given: Given | None = None
         self._answer: Answer | None = None
+        # A compiler around this one has nothing to see here.
+        self._answered: Any = torch.compiler.disable(self._answer_for)
         front = _losses_of(model, loss_fn, weighted=pad_to is not None)
         self._front = torch.compile(front, fullgraph=True, dynamic=False, backend=self._backend)
 
     def __call__(self, *batch: Any) -> Answer:
         """The answers for this batch."""
+        return self._answered(*batch)
+
+    def _answer_for(self, *batch: Any) -> Answer:
         filled = None if self.pad_to is None else padding.padded(batch, self.pad_to, self.batch_dim)
         self._given = Given(batch, filled)
         try:
@@ -197,6 +205,25 @@ def _key(place: lay.Layout | None) -> Any:
     return place.dim, place.fold.kind, place.fold.index.tolist()
 
 
+def _changes(node: Node) -> bool:
+    """Whether an op changes its arguments."""
+    return getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+
+
+class _Step(nn.Module):
+    """A traced step that has its parameters, whose addresses the compiler may rely on, and is given the rest."""
+
+    def __init__(self, traced: GraphModule, held: dict[int, nn.Parameter]):
+        super().__init__()
+        self.traced, self.places = traced, tuple(held)
+        self.held = nn.ParameterList(held.values())
+
+    def forward(self, rest: list[Any]) -> tuple[Tensor, ...]:
+        given, held = iter(rest), dict(zip(self.places, self.held, strict=True))
+        total = len(rest) + len(held)
+        return self.traced(*[held[k] if k in held else next(given) for k in range(total)])
+
+
 @dataclass
 class Graph:
     """One graph of the front end: a forward and its loss, for one set of shapes and one way through the Python code."""
@@ -237,20 +264,22 @@ class Graph:
         kinds = {a.device.type for a in args if isinstance(a, Tensor)}
         key = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds))
         # Tracing has put the casts of autocast into the graph: on top of them it would cast the answers too.
+        signals.listen()
         if key in self.step:
-            with without_autocast():
-                sure, *found = self.step[key](*args)
+            with torch.no_grad(), without_autocast():
+                doubt, *found = self.step[key](*args)
         else:
             try:
                 step = self._compiled(args)
-                with without_autocast():
-                    sure, *found = step(*args)
+                with torch.no_grad(), without_autocast():
+                    doubt, *found = step(*args)
             except Exception as error:  # whatever the compiler says of what it cannot trace
                 self.layouts, self.traces = None, False
                 self.reason = f"it cannot be traced: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 return None
             self.step[key] = step
-        return tuple(found) if bool(sure) else None
+        heard = signals.wait()
+        return None if any(heard if self.owner.signals else [bool(doubt)]) else tuple(found)
 
     def _measure(self, args: tuple, given: Given, B: int, fixed: Tensor | None) -> None:
         """Find out where the samples lie in this graph, or why it cannot be compiled.
@@ -267,7 +296,8 @@ class Graph:
         batch = given.batch if given.filled is None else given.filled.batch
         ids, dim = {id(t) for t in tensors_in(batch)}, self.owner.batch_dim
         self.inputs = {k for k, a in enumerate(args) if id(a) in ids and a.ndim > dim and a.shape[dim] == B}
-        buffers = [(a, a.clone()) for a, n in zip(args, self.names, strict=True) if isinstance(a, Tensor) and n is None]
+        others = [a for a, n in zip(args, self.names, strict=True) if isinstance(a, Tensor) and n is None]
+        buffers = [(a, a._version, a.clone()) for a in others]
         try:
             self._check_graph()
             recorder, losses = self._record(args)
@@ -282,8 +312,9 @@ class Graph:
             self.layouts, self.reason = None, str(error)
             return
         finally:
-            for a, value in buffers:
-                a.copy_(value)
+            for a, version, value in buffers:
+                if a._version != version:
+                    a.copy_(value)
         places = {id(item.use): item.layout for item in uses}
         wanted = {id(item.use): {k for k, s in enumerate(item.use.sources) if id(s) in some} for item, some in accepted}
         found = Layouts(
@@ -321,10 +352,16 @@ class Graph:
         return recorder, out[0] if isinstance(out, (tuple, list)) else out
 
     def _compiled(self, args: tuple) -> Callable[..., Any]:
+        from torch._functorch.compile_utils import fx_graph_cse
         from torch.fx.experimental.proxy_tensor import make_fx
 
         traced = make_fx(self._step, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
-        return torch.compile(traced, fullgraph=True, dynamic=False, **self.owner.options)
+        if not any(map(_changes, traced.graph.nodes)):  # two buffers that are written to are not one
+            traced.graph = fx_graph_cse(traced.graph)
+            traced.recompile()
+        held = {k: a for k, (a, name) in enumerate(zip(args, self.names, strict=True)) if name is not None}
+        step = torch.compile(_Step(traced, held), fullgraph=True, dynamic=False, **self.owner.options)
+        return lambda *args: step([a for k, a in enumerate(args) if k not in held])
 
     def _step(self, *args: Any) -> tuple[Tensor, ...]:
         """Forward, backward and answers, as they are traced: whether the answers can be trusted, losses, answers."""
@@ -334,7 +371,7 @@ class Graph:
             recorder, losses = self._record(fresh)
             passes = Passes(recorder, [losses])
             plain = passes.run([losses], [torch.ones_like(losses)], keep=False)
-        with torch.no_grad(), without_autocast(), doubts.gathered() as noted:
+        with torch.no_grad(), without_autocast(), doubts.gathered(self.owner.signals) as noted:
             B = len(losses)
             accepted = self.layouts.accepted(recorder, plain)
             blocks = blocks_of(recorder, accepted, B)
@@ -351,7 +388,5 @@ class Graph:
             leaves, self.spec = tree_flatten(vars(asked.answer()))
             if not all(isinstance(leaf, Tensor) for leaf in leaves):
                 raise _NotCompiled("an answer is no tensor")
-            doubt = (
-                torch.stack([d.to(losses.device) for d in noted]).any() if noted else torch.zeros((), dtype=torch.bool)
-            )
-        return (~doubt, losses.detach(), *leaves)
+            doubt = noted.any(losses.device)
+        return (doubt, losses.detach(), *leaves)

@@ -9,26 +9,65 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
+
+from eachgrad.kernels.signals import signal
+
+
+@dataclass
+class Doubts:
+    """What the traced code has noted, as booleans."""
+
+    early: bool  # whether the host hears of them by `signal`, while the step goes on
+    noted: list[Tensor] = field(default_factory=list)
+    settled: list[Tensor] = field(default_factory=list)
+
+    def settle(self) -> None:
+        if self.noted:
+            device = self.noted[0].device
+            flag = torch.stack([doubt.to(device) for doubt in self.noted]).any()
+            self.settled.append(signal(flag) if self.early else flag)
+            self.noted.clear()
+
+    def any(self, device: torch.device) -> Tensor:
+        """Whether there is one."""
+        self.settle()
+        if not self.settled:
+            return torch.zeros((), dtype=torch.bool, device=device)
+        return torch.stack([flag.to(device) for flag in self.settled]).any()
+
 
 _state = threading.local()
 
 
+def _current() -> Doubts | None:
+    return getattr(_state, "doubts", None)
+
+
 @contextmanager
-def gathered() -> Iterator[list[Tensor]]:
-    """While this lasts, the code is being traced; the doubts it notes, as booleans."""
-    before, _state.found = getattr(_state, "found", None), []
+def gathered(early: bool = False) -> Iterator[Doubts]:
+    """While this lasts, the code is being traced."""
+    before, _state.doubts = _current(), Doubts(early)
     try:
-        yield _state.found
+        yield _state.doubts
     finally:
-        _state.found = before
+        _state.doubts = before
+
+
+def settle() -> None:
+    """The doubts so far can be looked at: what comes now takes its time and adds no more, or few."""
+    doubts = _current()
+    if doubts is not None:
+        doubts.settle()
 
 
 def note(condition: Tensor) -> bool:
     """Whether the code is being traced: then the doubt is noted, and nothing may be decided by its value."""
-    found: list[Tensor] | None = getattr(_state, "found", None)
-    if found is None:
+    doubts = _current()
+    if doubts is None:
         return False
-    found.append(condition)
+    doubts.noted.append(condition)
     return True

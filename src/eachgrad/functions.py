@@ -7,11 +7,16 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch.overrides import resolve_name
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def op_name(func: Callable) -> str:
@@ -130,3 +135,39 @@ EXPANDING = {
     torch.Tensor.expand, torch.broadcast_to, torch.Tensor.broadcast_to, torch.Tensor.repeat,
     torch.tile, torch.Tensor.tile,
 }  # fmt: skip
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Compiled functions run as they are written, also where a compiler is at work around this."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading the compiler takes seconds
+        yield
+        return
+    before = eval_frame.set_eval_frame(None)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        eval_frame.set_eval_frame(before)
+
+
+def unseen(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, as something that a compiler around it calls and does not look into."""
+    return _skipped(function, eval_frame._FrameAction.DEFAULT)
+
+
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """The same, with all that the function calls."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        return function(*args, **kwargs)
+
+    return _skipped(run, eval_frame._FrameAction.SKIP)
+
+
+def _skipped(function: Callable[P, R], inside: Any) -> Callable[P, R]:
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, inside)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function

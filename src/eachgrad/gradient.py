@@ -49,15 +49,16 @@ class Gradient:
         """(B,), in float32 or better; computed once. `shared` is what other parameters' norms have found before."""
         block = self.checked()
         if not self.has_norms:
-            squares = self.zeros(self.batch_size) if block is None else self._real(block.squared_norms(shared))
-            self._memo["squares"] = squares
+            squares, spread = (self.zeros(self.batch_size), None) if block is None else block.measured(shared)
+            self._memo["squares"] = self._real(squares)
+            if spread is not None:
+                self._memo["spread"] = self._real(spread)
         return self._memo["squares"]
 
-    @without_autocast()
-    def spread(self, shared: Shared | None = None) -> Tensor | None:
-        """The squares of what a weighted sum rounds of each gradient, (B,); None where it rounds nothing."""
-        found = None if self.block is None else self.block.spread(shared)
-        return None if found is None else self._real(found)
+    @property
+    def spread(self) -> Tensor | None:
+        """The squares of what a weighted sum rounds of each gradient, (B,), once the norms are known; None: nothing."""
+        return self._memo.get("spread")
 
     def norms(self) -> Tensor:
         """(B,), in float32 or better."""
@@ -133,7 +134,7 @@ class Gradient:
 
     def mean(self) -> Tensor:
         """(1/B) sum_i g[i], (*shape), in the parameter's dtype."""
-        ones = torch.ones(self.batch_size, dtype=real_dtype(self.parameter.dtype))
+        ones = torch.ones(self.batch_size, dtype=real_dtype(self.parameter.dtype), device=self.parameter.device)
         return self.weighted_sum(ones / self.batch_size)
 
     def sum_of_squares(self, center: Tensor | None = None) -> Tensor:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+
+import torch
 
 # Numbers of the largest buffer that a route makes at a time, whatever B is: 4 MiB in float32, which stays in a cache.
 # On one core the direct norms of seven convolutions took 0.79 to 0.99 of their time with 32 MiB; with 1 MiB up to 1.08.
 CHUNK = 1 << 20
 
-# A GPU starts a kernel for each chunk, and fills only with many samples at a time: 256 MiB in float32.
-GPU_CHUNKS = 64
+# A GPU starts a kernel for each chunk, and fills only with many samples at a time: there it is this share of its memory.
+GPU_SHARE = 1 / 256
 
-# A GPU's matrix products are several times as slow for sizes that are no multiple of this: of (64, 197, 768) a Gram
-# took 110 us on an H200.
+# A GPU's matrix products are several times as slow for sizes that are no multiple of this.
 ALIGNED = 8
 
 # Forming a byte of gradients, to be kept, read for the norm and read for the sum, takes as long as this many FLOPs:
@@ -108,7 +110,13 @@ def product_norms(B: int, T: int, p: int, d: int, item: int, device: str = "cpu"
 
 def chunk(device: str) -> int:
     """Numbers of the largest buffer that a route makes at a time."""
-    return CHUNK if device == "cpu" else CHUNK * GPU_CHUNKS
+    return CHUNK if device == "cpu" else max(CHUNK, round(_gpu_memory() * GPU_SHARE / 2))
+
+
+@cache
+def _gpu_memory() -> int:
+    """Bytes of the first GPU, or of a small one where there is none to ask."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 16 << 30
 
 
 def strips(T: int, device: str = "cpu") -> int:
@@ -128,9 +136,6 @@ def gram_flops(B: int, T: int, width: int, device: str = "cpu") -> int:
 
 def strip_bounds(T: int, device: str = "cpu") -> list[tuple[int, int]]:
     """The rows of each strip, from one to another."""
-    if device != "cpu" and T % ALIGNED and T > ALIGNED:
-        even = T - T % ALIGNED
-        return [*strip_bounds(even, device), (even, T)]
     step = -(-T // strips(T, device))
     return [(start, min(start + step, T)) for start in range(0, T, step)]
 

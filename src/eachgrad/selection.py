@@ -51,6 +51,17 @@ def grouped(
     return {group: [name for name in names if owners[name] == [group]] for group in groups}
 
 
+def check_clipping(
+    groups: Iterable[str], max_norm: float | Mapping[str, float], gamma: float | None, nonfinite: str
+) -> dict[str, float]:
+    """{group: its bound}; an error that names what is no option."""
+    if nonfinite not in ("raise", "zero"):
+        raise ValueError(f'nonfinite is "raise" or "zero", not {nonfinite!r}')
+    if gamma is not None and not gamma > 0:
+        raise ValueError(f"gamma is a positive number, not {gamma}")
+    return _bounds(max_norm, groups)
+
+
 def clip_factors(
     norms: Mapping[str, Tensor],
     max_norm: float | Mapping[str, float],
@@ -62,11 +73,7 @@ def clip_factors(
 
     `start` is the number of the first sample in what is said of them.
     """
-    if nonfinite not in ("raise", "zero"):
-        raise ValueError(f'nonfinite is "raise" or "zero", not {nonfinite!r}')
-    if gamma is not None and not gamma > 0:
-        raise ValueError(f"gamma is a positive number, not {gamma}")
-    bounds = _bounds(max_norm, norms)
+    bounds = check_clipping(norms, max_norm, gamma, nonfinite)
     first = next(iter(norms.values()))
     bad = torch.stack([~n.isfinite().to(first.device) for n in norms.values()]).any(0)
     index = None

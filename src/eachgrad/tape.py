@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ from eachgrad import checks, foreign, lossgraph, recall, scalar, stream
 from eachgrad.capture import Recorder
 from eachgrad.cover import Halved, Solved, accept, check_complete
 from eachgrad.errors import CaptureError
-from eachgrad.functions import without_autocast
+from eachgrad.functions import as_written, uncompiled, unseen, without_autocast
 from eachgrad.gradient import Gradient, costs_of
 from eachgrad.grads import PerSampleGrads
 from eachgrad.graph import graph_nodes, named_trainable, node_of, tensors_in
@@ -30,6 +29,7 @@ from eachgrad.solve import attached, blocks_of, solved
 _active = threading.local()
 
 
+@uncompiled
 def record(
     model: nn.Module,
     *,
@@ -88,6 +88,7 @@ class Tape:
         self._plan: recall.Plan | None = None
         self._state = "new"
 
+    @unseen
     def __enter__(self) -> Tape:
         if self._state != "new":
             raise CaptureError("this tape has been used: call eachgrad.record again for another forward")
@@ -107,18 +108,15 @@ class Tape:
             self.model.register_forward_pre_hook(self._entering, with_kwargs=True),
             self.model.register_forward_hook(self._leaving),
         ]
-        # What the user compiled runs as it is written, so that its ops can be seen. Without the compiler loaded
-        # there is nothing compiled, and loading it takes seconds.
-        loaded = "torch._dynamo" in sys.modules
         self._settings = ExitStack()
-        if loaded:
-            self._settings.enter_context(torch.compiler.set_stance("force_eager"))
+        self._settings.enter_context(as_written())  # so that the ops of what the user compiled can be seen
         self._settings.enter_context(self.recorder.kernels())
         self._settings.enter_context(foreign.modules_watched(self.recorder, self.model))
         self.recorder.__enter__()
         _active.tape, self._state = self, "recording"
         return self
 
+    @unseen
     def __exit__(self, *error: Any) -> None:
         self.recorder.__exit__(*error)
         self._settings.__exit__(*error)
@@ -128,6 +126,7 @@ class Tape:
         for hook in self._hooks:
             hook.remove()
 
+    @uncompiled
     @without_autocast()
     def backward(self, losses: Tensor, loss_reduction: str | None = None) -> PerSampleGrads:
         """The gradient of each sample's loss: `losses` is (B,), or one number with "sum" or "mean".
@@ -148,6 +147,7 @@ class Tape:
     @overload
     def ask(self, losses: Tensor, *, loss_reduction: str | None = None, into: Accumulator) -> None: ...
 
+    @uncompiled
     @without_autocast()
     def ask(self, losses, *, loss_reduction=None, into=None, **queries):
         """Answers to questions that are known before the backward: {name: answer} as attributes.

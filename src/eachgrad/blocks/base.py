@@ -12,6 +12,7 @@ from eachgrad import doubts, plan
 from eachgrad.blocks.arithmetic import (
     accumulation_dtype,
     dots,
+    grams,
     inner,
     matrix_sizes,
     products,
@@ -69,7 +70,8 @@ class Shared:
             del self._found[next(iter(self._found))]
         strips = self._found[key][1]
         if (start, end) not in strips:
-            strips[start, end] = products(t[:, start:end], t[:, :end].mH)
+            whole = start == 0 and end == t.shape[1]
+            strips[start, end] = grams(t) if whole else products(t[:, start:end], t[:, :end].mH)
         return strips[start, end]
 
 
@@ -103,11 +105,11 @@ class Block:
 
     def squared_norms(self, shared: Shared | None = None) -> Tensor:
         """(B,), with all the digits of the dtype; `shared` is what other parameters' norms have found before."""
-        return squared_norms(self.dense())
+        return self.measured(shared)[0]
 
-    def spread(self, shared: Shared | None = None) -> Tensor | None:
-        """The squares, (B,), of what a weighted sum rounds of each gradient: its terms, before they cancel; None: nothing."""
-        return None
+    def measured(self, shared: Shared | None = None) -> tuple[Tensor, Tensor | None]:
+        """The squared norms, and the squares of what a weighted sum rounds: the terms, before they cancel; None: nothing."""
+        return squared_norms(self.dense()), None
 
     def dots(self, other: Block) -> Tensor:
         """<g[i], h[i]> of two blocks of the same parameter, real part: (B,)."""

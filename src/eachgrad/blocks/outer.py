@@ -58,28 +58,23 @@ class Outer(Block):
         left, right = self._factors()
         # Scale the smaller factor; positions and samples in the order that needs no copy.
         p, d = self.matrix
-        left, right = (scaled(left, c), right) if p < d else (left, scaled(right, c))
+        # A compiler writes the left one transposed, which took a GPU six times as long.
+        left, right = (scaled(left, c), right) if p < (d if not on_gpu(left) else d // 8) else (left, scaled(right, c))
         left, right = _flat(left, right)
         value = product(left.mT, right)
         return value if self.shape is None else value.reshape(self.shape)
 
-    def squared_norms(self, shared: Shared | None = None) -> Tensor:
+    def measured(self, shared: Shared | None = None) -> tuple[Tensor, Tensor | None]:
         left, right = self._factors()
+        rounded = is_rounded(left)
         if self._route == "product of norms":
-            return squared_norms(left) * squared_norms(right)
+            total = squared_norms(left) * squared_norms(right)
+            return total, total if rounded else None
         if self._route == "direct":
-            return self._direct()
+            return self._direct(), bound_of(left, right, 2) if rounded else None
         total, bound = self._gram(shared or Shared())
-        return recomputed(total, bound, lambda index: self.take(index)._direct())
-
-    def spread(self, shared: Shared | None = None) -> Tensor | None:
-        left, right = self._factors()
-        if not is_rounded(left):
-            return None
-        if self._route == "Gram":
-            return self._gram(shared or Shared())[1]
-        sizes = [torch.linalg.vector_norm(t, dim=2, dtype=torch.float32) for t in (left, right)]
-        return (sizes[0] * sizes[1]).sum(1).square()
+        exact = recomputed(total, bound, lambda index: self.take(index)._direct())
+        return exact, bound if rounded else None
 
     @property
     def _route(self) -> str:
@@ -180,6 +175,12 @@ class Outer(Block):
         return self.left.to(dtype), self.right.to(dtype)
 
 
+def bound_of(left: Tensor, right: Tensor, dim: int) -> Tensor:
+    """(sum over positions of |left| |right|)^2, of vectors along `dim`: (B,), no smaller than any sum of the terms."""
+    sizes = [torch.linalg.vector_norm(t, dim=dim, dtype=torch.float32) for t in (left, right)]
+    return (sizes[0] * sizes[1]).flatten(1).sum(1).square()
+
+
 def _gram(left: Tensor, right: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
     """Of (n, T, p) and (n, T, d): sum (A A^T) * (G G^T) and the sum of its terms' sizes, by strips up to the diagonal."""
     totals, bounds = [], []
@@ -190,7 +191,7 @@ def _gram(left: Tensor, right: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
         weighted = torch.cat([2 * product[..., :start], product[..., start:]], 2) if start else product
         flat = weighted.flatten(1)
         totals.append(flat.sum(1))
-        bounds.append(torch.linalg.vector_norm(flat, 1, dim=1))
+        bounds.append(flat.abs().sum(1) if on_gpu(flat) else torch.linalg.vector_norm(flat, 1, dim=1))
     return reduce(torch.add, totals), reduce(torch.add, bounds)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from eachgrad import plan
 from eachgrad.blocks.arithmetic import accumulation_dtype, is_rounded, on_gpu, products, scaled, squared_norms
 from eachgrad.blocks.base import Block, Fold, Shared, recomputed
-from eachgrad.blocks.outer import Outer
+from eachgrad.blocks.outer import Outer, bound_of
 from eachgrad.blocks.windows import Geometry
 
 # An element added to a Gram, against a multiplication in a matrix product. On one core over 140 shapes (C 8 to 256,
@@ -45,10 +45,11 @@ class Patches(Block):
         return self.x.shape[1] * math.prod(self.x.shape[3:])
 
     def dense(self) -> Tensor:
-        if self.x.requires_grad or self.g.requires_grad:  # autograd does not follow what is written into parts
+        step = self._step()
+        # Autograd does not follow what is written into parts, and a compiler copies all for each.
+        if step >= len(self.g) or on_gpu(self.g) or self.x.requires_grad or self.g.requires_grad:
             return torch.cat([self._direct(x, g) for x, g in self._split(self.g)])
         value = self.g.new_empty(len(self.g), *self.shape, dtype=self.dtype)
-        step = self._step()
         for part, x, g in zip(value.split(step), self.x.split(step), self.g.split(step), strict=True):
             part.copy_(self._direct(x, g))
         return value
@@ -105,34 +106,27 @@ class Patches(Block):
         g, x = (t[0] for t in self._factors(x, g))  # of each group
         return products(g, x.mT).reshape(self.shape)
 
-    def spread(self, shared: Shared | None = None) -> Tensor | None:
-        if not is_rounded(self.g):
-            return None
-        if self._norms().name == "Gram of pixels":
-            return self._gram()[1]
-        parts = (self._factors(x, g) for x, g in self._split(self.g))
-        sizes = ([torch.linalg.vector_norm(t, dim=2, dtype=torch.float32) for t in pair] for pair in parts)
-        return torch.cat([(g * x).sum(2).square().sum(1) for g, x in sizes])
-
     def weighted_sums(self, c: Tensor) -> Tensor:
         # Several sums share one unfolding.
         parts = (self._direct(x, g) for x, g in self._split(self.g))
         pairs = zip(c.split(self._step(), dim=1), parts, strict=True)
         return reduce(torch.add, (torch.tensordot(w.to(part.dtype), part, dims=1) for w, part in pairs))
 
-    def squared_norms(self, shared: Shared | None = None) -> Tensor:
+    def measured(self, shared: Shared | None = None) -> tuple[Tensor, Tensor | None]:
+        rounded = is_rounded(self.g)
         if self.geometry.groups > 1:
-            return self._direct_norms()
+            parts = [self._factors(x, g) for x, g in self._split(self.g)] if rounded else []
+            return self._direct_norms(), torch.cat([bound_of(g, x, 2) for g, x in parts]) if rounded else None
         if self._norms().name != "Gram of pixels":
-            return self._product_norms()
+            found = [self._product(x, g).measured() for x, g in self._split(self.g)]
+            bounds = [bound for _, bound in found if bound is not None]
+            return torch.cat([squares for squares, _ in found]), torch.cat(bounds) if rounded else None
         total, bound = self._gram()
-        return recomputed(total, bound, lambda index: self.take(index)._direct_norms())
+        exact = recomputed(total, bound, lambda index: self.take(index)._direct_norms())
+        return exact, bound if rounded else None
 
     def _direct_norms(self) -> Tensor:
         return torch.cat([squared_norms(self._direct(x, g)) for x, g in self._split(self.g)])
-
-    def _product_norms(self) -> Tensor:
-        return torch.cat([self._product(x, g).squared_norms() for x, g in self._split(self.g)])
 
     def _product(self, x: Tensor, g: Tensor) -> Outer:
         """Gradients times patches, or the other way round: a transposed matrix has the same norm."""
@@ -146,8 +140,10 @@ class Patches(Block):
             if not on_gpu(x):  # which multiplies sixteen bits exactly, and adds in float32
                 x, g = x.to(dtype), g.to(dtype)
             g = g.movedim(2, 1).flatten(2)
-            product = self.geometry.gram(x, self.g.shape[3:]).mul_(products(g.mT, g)).flatten(1)
-            parts.append((product.sum(1), torch.linalg.vector_norm(product, 1, dim=1)))
+            product, own = self.geometry.gram(x, self.g.shape[3:]), products(g.mT, g)
+            product = (product * own if on_gpu(own) else product.mul_(own)).flatten(1)
+            bound = product.abs().sum(1) if on_gpu(product) else torch.linalg.vector_norm(product, 1, dim=1)
+            parts.append((product.sum(1), bound))
         total, bound = (torch.cat(column) for column in zip(*parts, strict=True))
         return total, bound
 

@@ -44,10 +44,11 @@ class Rows(Block):
         B, T, d = self.value.shape
         return plan.rows(B, T, self.size, d, self.value.element_size())
 
-    def squared_norms(self, shared: Shared | None = None) -> Tensor:
+    def measured(self, shared: Shared | None = None) -> tuple[Tensor, Tensor | None]:
         sums, owner, _, _ = self._runs()
         squares = torch.linalg.vector_norm(sums, dim=1).square()
-        return squares.new_zeros(len(self.index), dtype=real_dtype(sums.dtype)).index_add(0, owner, squares)
+        zeros = squares.new_zeros(len(self.index), dtype=real_dtype(sums.dtype))
+        return zeros.index_add(0, owner, squares), None
 
     def sizes(self) -> tuple[int, int, int]:
         return len(self.index), self.size, self.value.shape[2]
@@ -122,9 +123,8 @@ class Rows(Block):
         # Sort by (sample, row), sum each run: no (B, V, d) buffer and no T x T mask.
         B, T, d = self.value.shape
         ordered, order = self._keys().sort()
-        starts = torch.ones_like(ordered, dtype=torch.bool)
-        starts[1:] = ordered[1:] != ordered[:-1]
-        run = starts.cumsum(0) - 1
+        starts = torch.cat([ordered.new_zeros(1, dtype=torch.bool)[: len(ordered)], ordered[1:] != ordered[:-1]])
+        run = starts.cumsum(0)
         dtype = accumulation_dtype(self.value.dtype)
         sums = self.value.new_zeros(B * T, d, dtype=dtype)
         sums = sums.index_add(0, run, self._values().reshape(B * T, d)[order].to(dtype))

@@ -61,19 +61,18 @@ class Sum(Block):
     def kept(self) -> Block:
         return add(part.kept() if part.cost().is_small else part for part in self.parts)
 
-    def spread(self, shared: Shared | None = None) -> Tensor | None:
-        found = [value for part in self.parts if (value := part.spread(shared)) is not None]
+    def measured(self, shared: Shared | None = None) -> tuple[Tensor, Tensor | None]:
+        found = [part.measured(shared) for part in self.parts]
+        total = bound = reduce(torch.add, (squares for squares, _ in found))
         # Roundings of several parts add up as their sizes do.
-        return reduce(torch.add, (value.sqrt() for value in found)).square() if found else None
-
-    def squared_norms(self, shared: Shared | None = None) -> Tensor:
-        total = bound = reduce(torch.add, (part.squared_norms(shared) for part in self.parts))
+        sizes = [spread.sqrt() for _, spread in found if spread is not None]
+        spread = reduce(torch.add, sizes).square() if sizes else None
         # Rows know how to meet the others without a dense table.
         parts = sorted(self.parts, key=lambda part: not isinstance(part, Rows))
         for k, part in enumerate(parts):
             for other in parts[k + 1 :]:
                 total = total + 2 * part.dots(other)
-        return recomputed(total, bound, lambda index: squared_norms(self.take(index).dense()))
+        return recomputed(total, bound, lambda index: squared_norms(self.take(index).dense())), spread
 
 
 def add(blocks: Iterable[Block]) -> Block:

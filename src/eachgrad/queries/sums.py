@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eachgrad import plan
+from eachgrad import doubts, plan
 from eachgrad.blocks.arithmetic import BFLOAT16_ROUNDING
 from eachgrad.blocks.base import Shared
 from eachgrad.gradient import Gradient, root, total
 from eachgrad.queries.base import Over, PerParameter, PerSample, Query, Running
-from eachgrad.selection import clip_factors, grouped
+from eachgrad.selection import check_clipping, clip_factors, grouped
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class RunningClip(PerParameter):
         self.query = query
         self.members = grouped(query.groups, over.parameters, over.aliases)
         self.owner = {name: group for group, names in self.members.items() for name in names}
-        self._factors({group: torch.ones(1) for group in self.members})  # bounds and options, before any work
+        check_clipping(self.members, query.max_norm, self._gamma, query.nonfinite)  # before any work
 
     def begin(self, batch_size: int, costs: Mapping[str, plan.Cost]) -> None:
         super().begin(batch_size, costs)
@@ -151,15 +151,15 @@ class RunningClip(PerParameter):
             self._sum(gradient)
             return
         self.squares[gradient.name] = gradient.squared_norms(self.shared)
-        spread = gradient.spread(self.shared)
-        if spread is not None:
-            self.spreads[gradient.name] = spread
+        if gradient.spread is not None:
+            self.spreads[gradient.name] = gradient.spread
         if self.how[gradient.name] != "again":
             self.held[gradient.name] = gradient
 
     def again(self) -> set[str]:
         norms = {group: self._norms(names) for group, names in self.members.items()}
         self.factors, self.shared = self._factors(norms), Shared()
+        doubts.settle()
         for name in list(self.held):
             self._sum(self.held.pop(name))
         return set(self.squares) - set(self.batch)
@@ -178,9 +178,11 @@ class RunningClip(PerParameter):
         self.batch[gradient.name] = taken.weighted_sum(factors[self.owner[gradient.name]])
 
     def _factors(self, norms: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
-        query = self.query
-        gamma = query.gamma if query.normalise else None
-        return clip_factors(norms, query.max_norm, gamma, query.nonfinite, self.samples)
+        return clip_factors(norms, self.query.max_norm, self._gamma, self.query.nonfinite, self.samples)
+
+    @property
+    def _gamma(self) -> float | None:
+        return self.query.gamma if self.query.normalise else None
 
     def answer(self) -> dict[str, Tensor]:
         return self.in_order()

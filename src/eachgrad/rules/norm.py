@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eachgrad.blocks import Block, Dense
+from eachgrad.blocks.arithmetic import on_gpu
 from eachgrad.rules.registry import Arguments, composite, rule
+
+
+def is_fused(g: Tensor, input: Tensor) -> bool:
+    """Whether a compiler is to find the op's own statistics here: the call is the forward's, word for word."""
+    return on_gpu(g) and not (g.requires_grad or input.requires_grad)
 
 
 def _all_but_normalised(g: Tensor, arguments: Arguments) -> int:
@@ -36,7 +43,12 @@ def _layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> dict[str, Block]:
-    normal = F.layer_norm(input, normalized_shape, None, None, eps)
+    if is_fused(g, input):
+        wide = input.to(torch.promote_types(input.dtype, g.dtype))
+        _, mean, scale = torch.native_layer_norm(wide, normalized_shape, weight, bias, eps)
+        normal = (wide - mean) * scale
+    else:
+        normal = F.layer_norm(input, normalized_shape, None, None, eps)
     return {
         "weight": _over_positions(g * normal, normalized_shape),
         "bias": _over_positions(g, normalized_shape),
@@ -65,7 +77,14 @@ def _group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> dict[str, Block]:
-    normal = F.group_norm(input, num_groups, None, None, eps)
+    if is_fused(g, input):
+        wide = input.to(torch.promote_types(input.dtype, g.dtype))
+        B, C, size = *input.shape[:2], math.prod(input.shape[2:])
+        _, mean, scale = torch.native_group_norm(wide, weight, bias, B, C, size, num_groups, eps)
+        grouped = wide.reshape(B, num_groups, -1)
+        normal = ((grouped - mean[..., None]) * scale[..., None]).view_as(wide)
+    else:
+        normal = F.group_norm(input, num_groups, None, None, eps)
     return {"weight": _over_channels(g * normal), "bias": _over_channels(g)}
 
 

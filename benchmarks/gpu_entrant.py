@@ -1,0 +1,145 @@
+"""One contender of benchmarks/gpu.py at work: its steps, their time, their memory, and whether it is right."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from contenders import forget
+from cpu import deviation
+from gpu_contenders import Contender, Found, Task
+from memory import peak
+from timing import WARM_UP
+from torch import Tensor
+
+RATE, NOISE = 1e-6, 1e-3  # small, so that every step is one of the same model
+SECONDS, MOST = 0.1, 10  # a contender's share of a round: about this long, and no more steps than that
+TOLERANCE = {"bf16": 5e-2, "fp32": 1e-3}
+
+Row = dict[str, Any]
+Update = Callable[[list[Tensor], list[Tensor], bool], None]
+
+
+def update(parameters: list[Tensor], grads: list[Tensor], noisy: bool) -> None:
+    """One step of SGD in place, with noise on the gradients where it is private."""
+    with torch.no_grad():
+        if noisy:
+            noise = [torch.randn_like(g) for g in grads]
+            grads = list(torch._foreach_add(grads, noise, alpha=NOISE))  # type: ignore[attr-defined]
+        torch._foreach_add_(parameters, grads, alpha=-RATE)  # type: ignore[attr-defined]
+
+
+def on_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def clean() -> None:
+    """Give memory back that nothing holds any more."""
+    if on_gpu():
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def seconds(step: Callable[[], object], times: int) -> float:
+    """How long one step takes, over `times` of them in a row."""
+    if not on_gpu():
+        start = time.perf_counter()
+        for _ in range(times):
+            step()
+        return (time.perf_counter() - start) / times
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    first.record()
+    for _ in range(times):
+        step()
+    last.record()
+    torch.cuda.synchronize()
+    return first.elapsed_time(last) / 1e3 / times
+
+
+def measures(call: int) -> bool:
+    """Whether eachgrad measures where the samples lie at this call, the first being 1."""
+    return call & (call - 1) == 0
+
+
+class Entrant:
+    """A contender on its own copy of the model, warm, with what is known of it in `row`."""
+
+    def __init__(self, contender: Contender, task: Task, truth: Found | None, update: Update):
+        """After one answer was compared with `truth`, the calls that come before the clock, and the peak."""
+        model = contender.prepared(copy.deepcopy(task.setup.model))
+        task = dataclasses.replace(task, setup=dataclasses.replace(task.setup, model=model))
+        self.model, self.update, self.calls = model, update, 0
+        self.noisy = task.work == "private" and contender.private
+        # By name: Opacus' own layers have another order, which would be another graph of the update.
+        self.parameters = dict(sorted(task.parameters.items()))
+        self.row: Row = {}
+        self.times: list[float] = []
+        clean()
+        before = torch.cuda.memory_allocated() if on_gpu() else 0
+        start = time.perf_counter()
+        built = contender.build(task)
+        self.call, self.note = built.call, built.note
+        found = self.third()
+        if truth is not None and (contender.private or task.work == "norms"):
+            self.row |= compared(found, truth, TOLERANCE[task.dtype])
+        del found
+        took = [seconds(self.step, 1) for _ in range(self.calls, WARM_UP)][-1]
+        self.row["cold_seconds"] = time.perf_counter() - start
+        self.row["bytes"] = self.peak(before)
+        self.steps = min(MOST, max(1, round(SECONDS / took))) if on_gpu() else 1
+
+    def third(self) -> Found:
+        """The third call's answer, before any update: the first that eachgrad.compile has by a compiled graph."""
+        for _ in range(2):
+            self.answer()
+        return self.answer()
+
+    def answer(self) -> Found:
+        self.calls += 1
+        found = self.call()
+        forget(self.model)
+        return found
+
+    def step(self) -> None:
+        """Everything from the inputs to the updated parameters."""
+        found = self.answer()
+        self.update(list(self.parameters.values()), [found.grads[n] for n in self.parameters], self.noisy)
+
+    def peak(self, before: int) -> int:
+        """The most bytes during a step above the model, with whatever the contender keeps between steps."""
+        if not on_gpu():
+            return peak(self.step)
+        clean()
+        torch.cuda.reset_peak_memory_stats()
+        self.step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def run(self) -> None:
+        """Time a few steps; those that measure where the samples lie run before, on a clock of their own."""
+        self.step()  # fetches the memory that the contender before has given back
+        while any(measures(self.calls + k) for k in range(1, self.steps + 1)):
+            due = measures(self.calls + 1)
+            took = seconds(self.step, 1)
+            if due:
+                self.row["measuring_milliseconds"] = 1e3 * took
+        self.times.append(seconds(self.step, self.steps))
+        # Or the contenders' caches add up to more than there is, and a step's time has their release in it.
+        if on_gpu():
+            torch.cuda.empty_cache()
+
+
+def compared(found: Found, truth: Found, tolerance: float) -> Row:
+    """How far an answer is from `truth`, and whether that is within rounding."""
+    row: Row = {"deviation": deviation({n: g.float() for n, g in found.grads.items()}, truth.grads)}
+    if found.norms is not None and truth.norms is not None:
+        row["deviation_of_norms"] = deviation(found.norms.float(), truth.norms)
+    row["right"] = all(value <= tolerance for value in row.values())
+    return row | {"dtypes": sorted({str(g.dtype).removeprefix("torch.") for g in found.grads.values()})}

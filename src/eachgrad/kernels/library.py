@@ -1,0 +1,5 @@
+"""The namespace of the ops: `torch.ops.eachgrad`."""
+
+import torch
+
+library = torch.library.Library("eachgrad", "DEF")

@@ -1,0 +1,75 @@
+"""Kernels against the eager code that says what they compute, and that against float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from eachgrad.kernels import signals, weighted
+
+SIZES = [(1, 1), (3, 7), (5, weighted.BLOCK), (2, weighted.BLOCK + 1), (4, 3 * weighted.BLOCK - 5)]
+
+
+def problem(B: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(B * n)
+    return torch.rand(B), torch.randn(B, n).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_weighted_in_torchs_own_ops(size, dtype):
+    c, value = problem(*size, dtype)
+    want = c.double() @ value.double()
+    torch.testing.assert_close(weighted.weighted(c, value).double(), want, rtol=1e-5, atol=1e-5)
+    assert weighted.weighted(c, value).dtype == torch.float32
+
+
+def test_weighted_is_an_op():
+    c, value = problem(3, 7, torch.bfloat16)
+    torch.library.opcheck(torch.ops.eachgrad.weighted.default, (c, value))
+    torch.library.opcheck(torch.ops.eachgrad.signal.default, (torch.tensor(True),))
+
+
+INTERPRETED = """
+import torch, triton
+from eachgrad.kernels.triton_weighted import weighted_kernel
+from test_kernels import SIZES, problem
+for dtype in (torch.float32, torch.bfloat16):
+    for B, n in SIZES:
+        c, value = problem(B, n, dtype)
+        apart = torch.full((B, n + 3), float("nan"), dtype=dtype)
+        apart[:, :n] = value
+        for given in (value, apart[:, :n]):
+            for block in (16, 2048):
+                out = torch.full((n + 4,), float("nan"))
+                weighted_kernel[(-(-n // block),)](c, given, out, B, n, given.stride(0), BLOCK=block)
+                torch.testing.assert_close(out[:n].double(), c.double() @ value.double(), rtol=1e-5, atol=1e-5)
+                assert out[n:].isnan().all()
+print("as in float64")
+"""
+
+
+def test_weighted_by_its_kernel_without_a_gpu():
+    """Every number is written, and none beyond the end; rows may lie apart."""
+    pytest.importorskip("triton", reason="Triton is there on Linux alone")
+    here = os.path.dirname(os.path.abspath(__file__))
+    path = os.pathsep.join([here, *sys.path])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    found = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert found.stdout.strip() == "as in float64", found.stderr
+
+
+def test_flags_reach_the_host_in_order():
+    signals.listen()
+    for flag in (True, False, True):
+        assert bool(signals.signal(torch.tensor(flag))) is flag
+    assert signals.wait() == [True, False, True]
+    signals.signal(torch.tensor(True))  # nobody listens
+    signals.listen()
+    assert signals.wait() == []
