@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -149,7 +150,7 @@ class Block:
         if other.sizes()[0] > self.sizes()[0]:
             return other.gram(self).mT
         parts = (inner(x, x if other is self else other.slice(k, k + x.shape[1])) for k, x in self.tiles())
-        return sum(parts, torch.zeros(()))  # nothing is kept but the sum
+        return reduce(torch.add, parts)  # nothing is kept but the sum
 
     def sum_of_squares(self, center: Tensor | None = None) -> Tensor:
         """sum_i |g[i] - center|^2, element by element, flattened: (P,)."""

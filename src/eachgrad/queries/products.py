@@ -59,7 +59,8 @@ class RunningDot(PerSample):
         return gradient.dot(self.direction[gradient.name])
 
     def answer(self) -> Tensor:
-        return self.joined().get("", torch.zeros(self.samples, dtype=self.over.dtype))
+        found = self.joined()
+        return found[""] if found else torch.zeros(self.samples, dtype=self.over.dtype)
 
 
 class RunningShares(PerSample):
@@ -105,7 +106,8 @@ class RunningShares(PerSample):
         super().end()
 
     def answer(self) -> Tensor:
-        return self.joined().get("", torch.zeros(self.samples, 0, dtype=self.over.dtype))
+        found = self.joined()
+        return found[""] if found else torch.zeros(self.samples, 0, dtype=self.over.dtype)
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,8 @@ class RunningProject(PerSample):
         return project(gradient, self.query.dim, self.query.seed, self.query.kind)
 
     def answer(self) -> Tensor:
-        return self.joined().get("", torch.zeros(self.samples, self.query.dim))
+        found = self.joined()
+        return found[""] if found else torch.zeros(self.samples, self.query.dim)
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,8 @@ class RunningGram(PerSample):
         return gradient.gram(gradient if self.other is None else self.other[gradient.name])
 
     def answer(self) -> Tensor:
-        return self.joined().get("", torch.zeros(self.samples, self.samples))
+        found = self.joined()
+        return found[""] if found else torch.zeros(self.samples, self.samples)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class RunningNorms(PerSample):
     def answer(self) -> Any:
         found = {key: root(squares) for key, squares in self.joined().items()}
         if self.by is None:
-            return found.get("", torch.zeros(self.samples))
+            return found[""] if found else torch.zeros(self.samples)
         keys = dict.fromkeys(self.key(name) for name in self.over.parameters)
         return {key: found[key] for key in keys}
 
@@ -166,7 +166,7 @@ class RunningClip(PerParameter):
 
     def _norms(self, names: list[str]) -> Tensor:
         """The norms of what is going to be summed, (B,): at most so large, where the sum rounds its terms."""
-        squares = [self.squares[n] for n in names] or [torch.zeros(self.batch_size)]
+        squares = [self.squares[n] for n in names] if names else [torch.zeros(self.batch_size)]
         spreads = [self.spreads[n] for n in names if n in self.spreads]
         norms = root(total(squares))
         return norms + BFLOAT16_ROUNDING * root(total(spreads)) if spreads else norms
