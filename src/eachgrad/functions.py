@@ -91,6 +91,19 @@ def without_autocast() -> Iterator[None]:
         yield
 
 
+def precise(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, with autocast off; where it is off already, which is looked at first, for a sixth of the price."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch._C._is_any_autocast_enabled():
+            return function(*args, **kwargs)
+        with without_autocast():
+            return function(*args, **kwargs)
+
+    return run
+
+
 def plainer(func: Callable, args: tuple) -> tuple[Callable, tuple]:
     """One of TEMPLATED without the tensor that only says a shape, a dtype or a place: nothing of it comes in."""
     if len(args) != 2 or not isinstance(args[1], Tensor):

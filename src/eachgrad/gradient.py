@@ -14,7 +14,7 @@ from eachgrad import plan
 from eachgrad.blocks import Block
 from eachgrad.blocks.arithmetic import real_dtype
 from eachgrad.blocks.base import Shared, place_of
-from eachgrad.functions import without_autocast
+from eachgrad.functions import precise
 
 if TYPE_CHECKING:
     from eachgrad.use import Use
@@ -36,7 +36,7 @@ class Gradient:
     def shape(self) -> torch.Size:
         return torch.Size((self.batch_size, *self.parameter.shape))
 
-    @without_autocast()
+    @precise
     def dense(self) -> Tensor:
         """The gradients themselves, (B, *shape), in the parameter's dtype."""
         block = self.checked()
@@ -44,7 +44,7 @@ class Gradient:
             return self.parameter.detach().new_zeros(self.shape)
         return block.dense().to(self.parameter.dtype)
 
-    @without_autocast()
+    @precise
     def squared_norms(self, shared: Shared | None = None) -> Tensor:
         """(B,), in float32 or better; computed once. `shared` is what other parameters' norms have found before."""
         block = self.checked()
@@ -64,7 +64,7 @@ class Gradient:
         """(B,), in float32 or better."""
         return root(self.squared_norms())
 
-    @without_autocast()
+    @precise
     def weighted_sum(self, c: Tensor) -> Tensor:
         """sum_i c[i] g[i], (*shape), in the parameter's dtype; (K, *shape) for c (K, B)."""
         if c.ndim not in (1, 2) or c.shape[-1] != self.batch_size:
@@ -78,7 +78,7 @@ class Gradient:
         value = block.weighted_sum(c) if c.ndim == 1 else block.weighted_sums(c)
         return value.to(self.parameter.dtype)
 
-    @without_autocast()
+    @precise
     def dot(self, direction: Tensor, positions: bool = False) -> Tensor:
         """<g[i], v>, real part: (B,) for v (*shape), (B, K) for v (K, *shape).
 
@@ -99,7 +99,7 @@ class Gradient:
             value = self._real(block.dot(directions.to(self.parameter.device)))
         return value if many else value[:, 0]
 
-    @without_autocast()
+    @precise
     def dot_by_position(self, direction: Tensor) -> Tensor | None:
         """<g[i], v> as its positions share in it, (B, T) or (B, T, K); None where there are none."""
         many, directions = self._directions(direction)
@@ -118,7 +118,7 @@ class Gradient:
         direction = direction if self.attached else direction.detach()
         return many, direction if many else direction[None]
 
-    @without_autocast()
+    @precise
     def gram(self, other: Gradient) -> Tensor:
         """<g[i], h[j]> with the gradients of the same parameter for other samples, real part: (B, B')."""
         if self.parameter.shape != other.parameter.shape:

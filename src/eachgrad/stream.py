@@ -58,8 +58,9 @@ def visit(
     with grads_untouched(passes.leaves):
         passes.stream([losses], [torch.ones_like(losses)], use_arrived, keep=not last)
     # What no gradient came to: parameters without a use, and uses behind something that gives none.
+    used = set().union(*reached)
     for name in parameters:
-        if name in wanted and (waiting[name] or not any(name in some for some in reached)):
+        if name in wanted and (waiting[name] or name not in used):
             complete(name)
 
 

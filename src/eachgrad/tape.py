@@ -15,7 +15,7 @@ from eachgrad import checks, foreign, lossgraph, recall, scalar, stream
 from eachgrad.capture import Recorder
 from eachgrad.cover import Halved, Solved, accept, check_complete
 from eachgrad.errors import CaptureError
-from eachgrad.functions import as_written, uncompiled, unseen, without_autocast
+from eachgrad.functions import as_written, precise, uncompiled, unseen
 from eachgrad.gradient import Gradient, costs_of
 from eachgrad.grads import PerSampleGrads
 from eachgrad.graph import graph_nodes, named_trainable, node_of, tensors_in
@@ -127,7 +127,7 @@ class Tape:
             hook.remove()
 
     @uncompiled
-    @without_autocast()
+    @precise
     def backward(self, losses: Tensor, loss_reduction: str | None = None) -> PerSampleGrads:
         """The gradient of each sample's loss: `losses` is (B,), or one number with "sum" or "mean".
 
@@ -148,7 +148,7 @@ class Tape:
     def ask(self, losses: Tensor, *, loss_reduction: str | None = None, into: Accumulator) -> None: ...
 
     @uncompiled
-    @without_autocast()
+    @precise
     def ask(self, losses, *, loss_reduction=None, into=None, **queries):
         """Answers to questions that are known before the backward: {name: answer} as attributes.
 

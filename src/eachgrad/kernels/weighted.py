@@ -6,6 +6,8 @@ number being read once, in order. The Triton code is apart, as triton is there o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,8 +28,8 @@ def launched(c: Tensor, value: Tensor) -> Tensor:
     B, n = value.shape
     value = value if value.stride(1) == 1 else value.contiguous()
     out = c.new_empty(n)
-    run = weighted_kernel[(-(-n // BLOCK),)]  # pyright: ignore[reportIndexIssue]
-    run(c.contiguous(), value, out, B, n, value.stride(0), BLOCK=BLOCK, num_warps=8)
+    kernel: Any = weighted_kernel
+    kernel[(-(-n // BLOCK),)](c.contiguous(), value, out, B, n, value.stride(0), BLOCK=BLOCK, num_warps=8)
     return out
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 
 from eachgrad import plan
-from eachgrad.functions import without_autocast
+from eachgrad.functions import precise
 from eachgrad.gradient import Gradient
 from eachgrad.queries.base import Over, Query, Running
 
@@ -43,7 +43,7 @@ class Accumulator:
             raise ValueError("nothing has been gathered yet: pass this to tape.ask(losses, into=...)")
         return Answer(**{name: running.answer() for name, running in self._running.items()})
 
-    @without_autocast()
+    @precise
     def run(
         self,
         over: Over,

@@ -50,9 +50,32 @@ class Rule:
         """The call's arguments by name, defaults filled in."""
         if self.is_dense:
             return {str(k): v for k, v in enumerate(args)} | kwargs
+        if self._names is not None and len(args) <= len(self._names) and kwargs.keys() <= self._known:
+            given = dict(zip(self._names, args, strict=False))
+            if not given.keys() & kwargs.keys():
+                return {**self._defaults, **given, **kwargs}
+        # The general way, and the one that says what is wrong: it took five times as long.
         bound = self.signature.bind_partial(None, *args, **kwargs)
         bound.apply_defaults()
         return dict(list(bound.arguments.items())[1:])
+
+    @cached_property
+    def _names(self) -> list[str] | None:
+        """The arguments that may be given by position; None where one stands for several."""
+        several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        parameters = list(self.signature.parameters.values())[1:]
+        if any(p.kind in several for p in parameters):
+            return None
+        return [p.name for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+
+    @cached_property
+    def _known(self) -> frozenset[str]:
+        return frozenset(list(self.signature.parameters)[1:])
+
+    @cached_property
+    def _defaults(self) -> dict[str, Any]:
+        parameters = list(self.signature.parameters.values())[1:]
+        return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
 
 
 class NoRule(Exception):
