@@ -337,3 +337,17 @@ def test_with_the_modes_of_the_compiler():
         batch = data()
         assert_agree(ask(*batch), ask.eager(batch), 1e-9)
     assert ask.graphs[0].step
+
+
+def test_a_sample_that_is_not_finite_in_a_batch_that_is_filled_up():
+    model = nn.Linear(d, 3)
+    asked = {"norms": eachgrad.norms(), "grad": eachgrad.clipped_sum(0.5, nonfinite="zero")}
+    ask = eachgrad.compile(model, losses, pad_to=B, backend="aot_eager", **asked)
+    for k in range(5):
+        x, y = torch.randn(3, d), torch.randn(3)
+        x[k % 3] = float("nan") if k % 2 else float("inf")
+        found, without = ask(x, y), [i for i in range(3) if i != k % 3]
+        want = ask.eager((x[without], y[without]))
+        assert_same(found.grad, want.grad, 1e-10)
+        assert not bool(found.norms[k % 3].isfinite())
+        assert_same({"norms": found.norms[without]}, {"norms": want.norms}, 1e-10)

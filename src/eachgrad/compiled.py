@@ -174,7 +174,8 @@ def _check_filled(losses: Tensor, fixed: Tensor) -> None:
     """Samples that are added must not change the others' losses."""
     found = losses.detach()[: len(fixed)]
     slack = 1e-2 if losses.dtype in (torch.float16, torch.bfloat16) or losses.is_cuda else 1e-4
-    if not torch.allclose(found, fixed, rtol=slack, atol=slack * float(fixed.abs().mean()), equal_nan=True):
+    size = float(fixed.nan_to_num(0.0, 0.0, 0.0).abs().mean())
+    if not torch.allclose(found, fixed, rtol=slack, atol=slack * size, equal_nan=True):
         raise _NotCompiled(
             "filled up to pad_to samples, the batch has other losses: samples are mixed, or a tensor that has as many "
             "entries as there are samples by chance was filled up as well. Pass such a tensor another way than in the batch."

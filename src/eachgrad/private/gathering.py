@@ -1,0 +1,146 @@
+"""One step's numbers: the clipped sums of its pieces, by the eager engine or by a compiled graph, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import eachgrad
+from eachgrad.private.clipping import Rule
+from eachgrad.private.errors import PrivacyError
+from eachgrad.receipt import call_loss
+
+
+class Engine:
+    """How the pieces of a batch are answered, by a graph compiled for `pad_to` samples, or eagerly if that is None.
+
+    The options are those of `eachgrad.record`.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Tensor] | None, rule: Rule, nonfinite: str, options: dict[str, Any],
+        pad_to: int | None = None,
+    ):  # fmt: skip
+        self.model, self.loss_fn, self.rule = model, loss_fn, rule
+        self.nonfinite, self.options, self.pad_to = nonfinite, options, pad_to
+        self.ask: Any = None
+
+    def record(self) -> eachgrad.Tape:
+        return eachgrad.record(self.model, **self.options)
+
+    def answer(self, batch: Any, samples: int, filled: int) -> tuple[Any, Tensor]:
+        """The answers for one piece, and its losses: after the first `samples` it is filled up with copies."""
+        args = arguments(batch)
+        if self.loss_fn is None:
+            raise ValueError("run.step computes the losses itself: pass loss_fn to make_private, or go by hand")
+        if self.ask is not None:
+            unit = torch.tensor(self.rule.unit, device=next(self.model.parameters()).device)
+            found = self.ask(*args, unit)
+            return found, found.losses * unit
+        with self.record() as tape:
+            losses = call_loss(self.model, self.loss_fn, args)
+        check_count(losses, filled)
+        counted = torch.arange(filled, device=losses.device) < samples
+        answer = self.answer_by(tape, losses * counted)
+        if self.pad_to is not None:  # what is wrong with the losses was said in plain words by the first piece
+            self.ask = self._compile()
+        return answer, losses.detach()
+
+    def answer_by(self, tape: eachgrad.Tape, losses: Tensor) -> Any:
+        """The answers for losses that were recorded."""
+        asked = eachgrad.Accumulator(**self.rule.queries(self.nonfinite))
+        tape.ask(losses / self.rule.unit, into=asked)
+        return asked.answer()
+
+    def _compile(self) -> Any:
+        """A callable (*batch, unit) -> answers and losses, as one compiled graph for batches of any size."""
+        loss_fn = self.loss_fn
+        assert loss_fn is not None
+
+        def losses(model: nn.Module, *batch: Any) -> Tensor:
+            *args, unit = batch
+            return call_loss(model, loss_fn, args) / unit
+
+        queries: dict[str, Any] = {**self.rule.queries(self.nonfinite)}
+        return eachgrad.compile(self.model, losses, batch_dim=self.options["batch_dim"], pad_to=self.pad_to, **queries)
+
+
+def arguments(batch: Any) -> list[Any]:
+    """What a loss function is called with after the model."""
+    return list(batch) if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields") else [batch]
+
+
+def check_count(losses: Any, size: int) -> None:
+    """A privacy unit is a sample of the data set: one loss for each, no more and no less."""
+    if not isinstance(losses, Tensor) or losses.ndim != 1 or len(losses) != size:
+        got = f"a tensor {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise PrivacyError(
+            f"the losses are {got}, and the batch has {size} samples: return one loss for each sample, ({size},), such as "
+            'F.cross_entropy(..., reduction="none"); sum over positions'
+        )
+
+
+@dataclass
+class Gathered:
+    """The sums over the pieces of one logical batch so far."""
+
+    rule: Rule
+    samples: int = 0
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+    clipped: list[Tensor] = field(default_factory=list)
+    nonfinite: list[Tensor] = field(default_factory=list)
+
+    def add(self, answer: Any, losses: Tensor, size: int) -> None:
+        """Take in the answers for a piece whose first `size` samples are real."""
+        grads: Mapping[str, Tensor] = answer.grad
+        if not self.sums:
+            self.sums = dict(grads)
+        else:
+            # Not in place: two answers of a compiled graph may be one tensor.
+            self.sums = {name: value + grads[name] for name, value in self.sums.items()}
+        over, bad = self.rule.clipped(answer)
+        self.samples += size
+        self.losses.append(losses[:size].detach().float().sum())
+        self.clipped.append((over & ~bad)[:size].sum())
+        self.nonfinite.append(bad[:size].sum())
+
+    def result(self) -> StepResult:
+        return StepResult(self.samples, _total(self.losses), _total(self.clipped), _total(self.nonfinite))
+
+
+def _total(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts).sum() if parts else torch.zeros(())
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step saw of the samples it drew: for the eyes of whoever trains, since there is no noise on it."""
+
+    samples: int  # drawn
+    loss_sum: Tensor = field(repr=False)
+    clipped_sum: Tensor = field(repr=False)
+    nonfinite_sum: Tensor = field(repr=False)
+
+    @property
+    def loss(self) -> float:
+        """The mean loss; NaN where no sample was drawn."""
+        return float(self.loss_sum) / self.samples if self.samples else float("nan")
+
+    @property
+    def clipped(self) -> float:
+        """The share of samples whose gradient was longer than allowed; 0 where none was drawn."""
+        return float(self.clipped_sum) / max(1, self.samples)
+
+    @property
+    def nonfinite(self) -> int:
+        """The number of samples that were left out, for a NaN or an infinite gradient."""
+        return int(self.nonfinite_sum)
+
+    def __str__(self) -> str:
+        left_out = f", {self.nonfinite} not finite" if self.nonfinite else ""
+        return f"{self.samples} samples, loss {self.loss:.4g}, {self.clipped:.0%} clipped{left_out}"

@@ -1,0 +1,212 @@
+"""A run's state, in memory and in files."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eachgrad.private import checkpoint
+from eachgrad.private.accounting import from_plain, to_plain
+from eachgrad.private.checkpoint import Journal, journal_of, read_journal
+from eachgrad.private.errors import PrivacyError
+
+if TYPE_CHECKING:
+    from eachgrad.private.run import Run
+
+FORMAT = 1
+
+
+def state_of(run: Run) -> dict[str, Any]:
+    """The run as tensors and plain values."""
+    generators = {"noise": run.source.state(), "sampling": run.generators}
+    return {**_plain(run), "generators": generators}
+
+
+def _plain(run: Run) -> dict[str, Any]:
+    """The run as plain values alone."""
+    return {
+        "format": FORMAT,
+        "run": run.id,
+        "by": run.token,
+        "settings": asdict(run.settings),
+        "before": to_plain(run.before),
+        "history": to_plain(run.own),
+        "lost": run.lost,
+        "clipping": type(run.rule.kind).__name__,
+        "bounds": run.rule.bounds,
+        "totals": run.totals(),
+    }
+
+
+def restore(run: Run, state: dict[str, Any]) -> None:
+    """Bring the run to a state; what either has spent stays spent."""
+    check(run, state)
+    own = from_plain(state["history"])
+    if (
+        run.id != state["run"] or sum(some.steps for some in own) > run.spent
+    ):  # otherwise it is known that more was spent
+        run.before, run.own, run.lost = from_plain(state["before"]), own, state["lost"]
+        run.set_totals(state["totals"])
+    run.id, run.rule.bounds = state["run"], state["bounds"]
+    run.settings = replace(run.settings, noise_multiplier=state["settings"]["noise_multiplier"])
+    generators = state.get("generators")
+    if generators is not None:
+        run.source.restore(generators["noise"])
+        run.loader.sampler.source.restore(generators["sampling"])
+        run.generators = generators["sampling"]
+    run.loader.sampler.restart()
+    if run.settings.sampling == "shuffled":
+        run.own = (*run.own, run.settings.spent(0))  # another pass begins, which is counted for itself
+    run.loader.forget()
+    run.count(0)
+
+
+def check(run: Run, state: Any) -> None:
+    """Raise if the state is none of this run's."""
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise PrivacyError(
+            "this is no state of a private run: load what run.state_dict() gave, or run.load a saved file"
+        )
+    _check_settings(run, state)
+    if run.taken and state["by"] != run.token:
+        raise PrivacyError(
+            f"this run has taken {run.taken} steps of its own, which loading another run's state would forget: load into a "
+            "new run, before its first step"
+        )
+    if run.before and run.before != from_plain(state["before"]):
+        raise PrivacyError("the history given to make_private is not the one of the saved run: pass the same, or none")
+    if run.source.state() is not None and "generators" in state and state["generators"]["noise"] is None:
+        raise ValueError(
+            "this run has a fixed generator and the saved one had none: pass generator=... to both, or to neither"
+        )
+
+
+def _check_settings(run: Run, state: dict[str, Any]) -> None:
+    saved = {**state["settings"], "clipping": state["clipping"], "max_norm": state["bounds"]}
+    mine = {**asdict(run.settings), "clipping": type(run.rule.kind).__name__, "max_norm": run.rule.bounds}
+    other = {name for name in mine if saved[name] != mine[name]}
+    if "n" in other:
+        raise PrivacyError(
+            f"the state is of a run over {saved['n']} samples, and this data set has {mine['n']}: the rate at which samples "
+            "were drawn is another one. Load it with the same data set"
+        )
+    if math.isclose(saved["noise_multiplier"], mine["noise_multiplier"], rel_tol=1e-3):
+        other.discard("noise_multiplier")  # a target gives the same again, but for the last digits of another machine
+    if run.rule.adaptive is not None:
+        other.discard("max_norm")  # it moves, and goes on from where it was
+    for name in (name for name in mine if name in other):
+        raise PrivacyError(
+            f"the state is of a run with {name}={saved[name]}, and this one has {name}={mine[name]}: make the run as it was. "
+            "To go on with other settings, pass history=run.history of the old run to make_private, which counts both"
+        )
+
+
+def save(run: Run, path: str | Path | None) -> None:
+    """Write everything to one file, whole or not at all, and begin the journal anew."""
+    target = _target(run, path)
+    _check_free(run, target)
+    if run.journal is None:  # before the file: from now on every step is counted, whatever happens
+        _begin_journal(run, journal_of(target))
+    assert run.journal is not None
+    parts = {
+        "run": state_of(run),
+        "model": run.model.state_dict(),
+        "optimizer": run.optimizer.state_dict(),
+        "journal": os.path.relpath(run.journal.path, target.parent),
+    }
+    if run.scheduler is not None:
+        parts["scheduler"] = run.scheduler.state_dict()
+    checkpoint.save(target, parts)
+    run.path = target
+    _begin_journal(run, run.journal.path)
+
+
+def load(run: Run, path: str | Path | None, journal: bool) -> None:
+    """Go on from a file and its journal, or from the journal alone if the run was killed before its first save."""
+    target = _target(run, path)
+    parts = checkpoint.load(target) if target.exists() else None
+    log = target.parent / parts["journal"] if parts is not None else journal_of(target)
+    header, last = _read_journal(run, target, log, parts is None or journal)
+    state = parts["run"] if parts is not None else header
+    assert state is not None
+    if header is not None and header["run"] != state["run"]:
+        raise PrivacyError(f"{log} is the journal of another run than {target}: bring the two that belong together")
+    check(run, state)
+    if parts is not None:
+        run.model.load_state_dict(parts["model"])
+        run.optimizer.load_state_dict(parts["optimizer"])
+        if run.scheduler is not None and "scheduler" in parts:
+            run.scheduler.load_state_dict(parts["scheduler"])
+    restore(run, state)
+    missing = max(0, last - run.spent)
+    run.lost += missing
+    run.count(missing)
+    run.path = target
+    _begin_journal(run, log)
+
+
+def begin(run: Run, path: str | Path, resume: bool) -> None:
+    """Take a file for the run: a new one, or, to resume, one that a run has left."""
+    target = Path(path).absolute()
+    if resume and (target.exists() or journal_of(target).exists()):
+        load(run, target, journal=True)
+        return
+    _check_free(run, target)
+    run.path = target
+    _begin_journal(run, journal_of(target))
+
+
+def _target(run: Run, path: str | Path | None) -> Path:
+    if path is not None:
+        return Path(path).absolute()
+    if run.path is None:
+        raise ValueError("no file is named: pass a path, or checkpoint=... to make_private")
+    return run.path
+
+
+def _read_journal(run: Run, target: Path, log: Path, needed: bool) -> tuple[dict[str, Any] | None, int]:
+    if not log.exists():
+        if not target.exists():
+            raise FileNotFoundError(f"{target} does not exist, and has no journal: nothing was saved there")
+        if needed:
+            raise PrivacyError(
+                f"{target} has no journal, {log.name}, so that steps after it was saved would go uncounted: bring it along, "
+                "or pass journal=False if you know that there were none"
+            )
+        return None, 0
+    mine = run.journal is not None and run.journal.path == log
+    if not mine and checkpoint.in_use(log):
+        raise PrivacyError(
+            f"{log} is written by a run that is alive, here or in another process: end it, or close() it"
+        )
+    return read_journal(log)
+
+
+def _check_free(run: Run, target: Path) -> None:
+    """A file of another run is not written over: what that one has spent would be forgotten."""
+    log = journal_of(target)
+    if log.exists() and read_journal(log)[0]["run"] != run.id:
+        steps = read_journal(log)[1]
+        raise PrivacyError(
+            f"{target} is of another run, which has counted {steps} steps: load it with run.load, or resume=True; or choose "
+            "another file"
+        )
+    if target.exists() and target != run.path and _owner(target) != run.id:
+        raise PrivacyError(f"{target} exists and is not of this run: load it with run.load, or choose another file")
+
+
+def _owner(target: Path) -> str | None:
+    try:
+        return checkpoint.load(target)["run"]["run"]
+    except Exception:  # whatever it is, it is no file of this run
+        return None
+
+
+def _begin_journal(run: Run, log: Path) -> None:
+    old, run.journal = run.journal, None
+    if old is not None:
+        old.close()
+    run.journal = Journal(log, _plain(run), run.spent)

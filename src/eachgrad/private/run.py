@@ -1,0 +1,269 @@
+"""Run: a private training run, step by step, with what it has spent."""
+
+from __future__ import annotations
+
+import uuid
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eachgrad import Tape
+from eachgrad.private import accounting, checks, resuming
+from eachgrad.private.accounting import History, Spent
+from eachgrad.private.checkpoint import Journal
+from eachgrad.private.clipping import Rule
+from eachgrad.private.errors import BudgetSpent, PrivacyError
+from eachgrad.private.gathering import Engine, Gathered, StepResult, check_count
+from eachgrad.private.loading import Batch, Loader
+from eachgrad.private.noise import Source, write_gradients
+from eachgrad.private.receipt import Receipt, receipt_of
+from eachgrad.private.sampling import Samples, to_device
+
+# What each model has spent in this process: a second run must not forget it.
+SPENT: weakref.WeakKeyDictionary[nn.Module, History] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The numbers that a guarantee is for."""
+
+    n: int
+    batch_size: int  # expected: samples are drawn with probability batch_size / n
+    steps: int
+    noise_multiplier: float
+    target_delta: float
+    sampling: str
+    accountant: str
+
+    def spent(self, steps: int) -> Spent:
+        per_step = self.batch_size / self.n
+        if self.sampling == "shuffled":
+            per_step = 1 / -(-self.n // self.batch_size)  # the last batch of a pass may be smaller
+        return Spent(per_step, self.noise_multiplier, steps, self.sampling)
+
+
+@dataclass
+class _Open:
+    """A step that has begun: its batch, what is gathered of it, and the piece that waits for run.backward."""
+
+    batch: Batch
+    gathered: Gathered
+    pieces: int = 0  # gathered
+    waiting: int | None = None  # samples of the piece
+    tape: Tape | None = None
+    buffers: checks.Buffers | None = None
+
+
+class Run:
+    """A private training run; made by `make_private`."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, settings: Settings, engine: Engine,
+        source: Source, sampler: Any, samples: Samples, largest: int, width: int, before: History,
+        progress: bool | None,
+    ):  # fmt: skip
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.settings, self.engine, self.source = settings, engine, source
+        self.parameters = checks.trainable(model)
+        self.loader = Loader(self, sampler, samples, largest, progress)
+        self.width = width  # pieces are filled up to a multiple of it, so that few sizes ever have to be measured
+        self.before, self.own = before, ()
+        self.lost, self.taken = 0, 0  # steps that a crash has lost; steps that this very object has taken
+        self.id = self.token = uuid.uuid4().hex  # of the run, over several processes; of this object
+        self.last: StepResult | None = None
+        self.path: Path | None = None
+        self.journal: Journal | None = None
+        self.generators: Any = sampler.source.state()  # of the sampling, as of the last batch that was used
+        self._open: _Open | None = None
+        self._counts: dict[str, int | Tensor] = {"samples": 0, "clipped": 0, "nonfinite": 0}
+
+    @property
+    def rule(self) -> Rule:
+        """How samples are clipped now."""
+        return self.engine.rule
+
+    @property
+    def history(self) -> History:
+        """Every step counted so far, those before this run included."""
+        return self.before + self.own
+
+    @property
+    def spent(self) -> int:
+        """The steps of this run that are counted, those lost in a crash included."""
+        return sum(some.steps for some in self.own)
+
+    @property
+    def remaining(self) -> int:
+        """The steps that are left."""
+        return max(0, self.settings.steps - self.spent)
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """What has been spent so far, at `target_delta` or another delta."""
+        delta = self.settings.target_delta if delta is None else delta
+        return accounting.epsilon(self.history, delta, self.settings.accountant)
+
+    def receipt(self) -> Receipt:
+        """What was done so far."""
+        return receipt_of(self)
+
+    def step(self, batch: Batch) -> StepResult:
+        """One step of the optimizer with a batch of `run.loader`: clip, sum, add noise, divide by batch_size, step."""
+        step = self._begin(batch)
+        for samples, size in zip(batch.samples(), batch.sizes, strict=True):
+            filled = self._filled(size)
+            piece = to_device(self.loader.samples.batch(samples, filled), self.device)
+            buffers = checks.Buffers(self.model)
+            answer, losses = self.engine.answer(piece, size, filled)
+            buffers.check()
+            step.gathered.add(answer, losses, size)
+        result = self._finish(step)
+        self.optimizer.step()
+        return result
+
+    def record(self) -> Tape:
+        """The context for the forward of one physical batch by hand; `run.backward(losses)` follows it."""
+        step = self._waiting("record")
+        step.buffers, step.tape = checks.Buffers(self.model), self.engine.record()
+        return step.tape
+
+    def backward(self, losses: Tensor) -> None:
+        """Add the clipped gradients of one physical batch; with the last one, set `p.grad` with the noise in it.
+
+        `losses` has one number for each sample of the piece, from inside `run.record()`.
+        """
+        step = self._waiting("backward")
+        if step.tape is None or step.buffers is None:
+            raise PrivacyError("run.backward without run.record: compute the losses inside `with run.record():`")
+        assert step.waiting is not None
+        check_count(losses, step.waiting)
+        step.buffers.check()
+        answer = self.engine.answer_by(step.tape, losses)
+        step.gathered.add(answer, losses, step.waiting)
+        step.waiting, step.tape, step.pieces = None, None, step.pieces + 1
+        if step.pieces == len(step.batch.sizes):
+            self._finish(step)
+
+    def pieces(self, batch: Batch) -> Iterator[Any]:
+        """The physical batches of a logical one, on the model's device, each to be used before the next."""
+        step = self._begin(batch)
+        for samples, size in zip(batch.samples(), batch.sizes, strict=True):
+            step.waiting = size
+            yield to_device(self.loader.samples.batch(samples), self.device)
+            if step.waiting is not None:
+                raise PrivacyError(
+                    f"a piece of {size} samples had no run.backward: every sample that is drawn takes part in the step"
+                )
+        if not batch.sizes:
+            self._finish(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the run has spent and where it stands, as tensors and plain values; not the model or the optimizer."""
+        return resuming.state_of(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state; what either has spent stays spent."""
+        resuming.restore(self, state)
+
+    def save(self, path: str | Path | None = None) -> None:
+        """Write model, optimizer, scheduler and run to one file, whole or not at all.
+
+        From then on a journal beside it has every step before it is taken, so that a killed run is not under-counted.
+        """
+        resuming.save(self, path)
+
+    def load(self, path: str | Path | None = None, journal: bool = True) -> None:
+        """Go on from a saved file, steps after it counted as the journal beside it has them.
+
+        `journal=False` says that no step was taken after the file was saved, if the journal is not there.
+        """
+        resuming.load(self, path, journal)
+
+    def close(self) -> None:
+        """Let go of the journal, so that another run may load the file."""
+        if self.journal is not None:
+            self.journal.close()
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
+
+    def totals(self) -> dict[str, int]:
+        """The samples drawn, clipped and left out so far."""
+        return {name: int(value) for name, value in self._counts.items()}
+
+    def set_totals(self, totals: dict[str, int]) -> None:
+        self._counts = {**totals}
+
+    def count(self, steps: int) -> None:
+        """Count steps as spent."""
+        self.own = accounting.add(self.own, self.settings.spent(steps))
+        SPENT[self.model] = self.history
+
+    def _filled(self, size: int) -> int:
+        if self.engine.pad_to is not None:
+            return size  # the compiled graph fills its batches up itself
+        return min(self.loader.largest, -(-size // self.width) * self.width)
+
+    def _begin(self, batch: Any) -> _Open:
+        if not isinstance(batch, Batch) or not batch.is_of(self.loader):
+            raise PrivacyError(
+                "this is no batch of the loop over run.loader that is running: the accounting is for samples that run.loader "
+                "draws. Take the batches from `for batch in run.loader`"
+            )
+        if batch.state != "drawn":
+            raise PrivacyError("this batch has been used: the accounting is for one step with each batch that is drawn")
+        if not self.remaining:
+            raise BudgetSpent(
+                f"all {self.settings.steps} steps are spent, epsilon {self.epsilon():.4g} at delta "
+                f"{self.settings.target_delta:g}: stop here, or plan more steps with make_private(..., history=run.history)"
+            )
+        checks.check_unchanged(self.model, self.parameters)
+        checks.check_optimizer(self.optimizer, self.model, self.parameters)
+        checks.check_modules(self.model)
+        for p in self.parameters.values():
+            p.grad = None  # so that a step of the optimizer before the noise is there does nothing
+        batch.state = "begun"
+        self._open = _Open(batch, Gathered(self.rule))
+        return self._open
+
+    def _waiting(self, what: str) -> _Open:
+        step = self._open
+        if step is None or step.waiting is None or not step.batch.is_of(self.loader):
+            raise PrivacyError(
+                f"run.{what}: no piece of a batch waits for it. It goes once with each piece: `for piece in batch` for a "
+                "batch of run.loader"
+            )
+        return step
+
+    def _finish(self, step: _Open) -> StepResult:
+        if self.journal is not None:
+            self.journal.add(self.spent + 1)
+        self.count(1)  # before the noise is drawn: a step that fails from here on is counted
+        self.taken += 1
+        gathered, noise = step.gathered, self.settings.noise_multiplier
+        rule, batch_size = self.rule, self.settings.batch_size
+        deviation = rule.sum_noise(noise) * rule.sensitivity
+        write_gradients(self.parameters, gathered.sums, rule.unit, deviation, batch_size, self.source)
+        self.last = result = gathered.result()
+        if self.rule.adaptive is not None:
+            self._adapt(result, noise)
+        for name, value in (("clipped", result.clipped_sum), ("nonfinite", result.nonfinite_sum)):
+            self._counts[name] = self._counts[name] + value
+        self._counts["samples"] += result.samples
+        self.generators = step.batch.generators
+        step.batch.state, self._open = "done", None
+        return result
+
+    def _adapt(self, result: StepResult, noise: float) -> None:
+        adaptive = self.rule.adaptive
+        assert adaptive is not None
+        below = result.samples / 2 - float(result.clipped_sum) - result.nonfinite
+        spread = adaptive.count_noise if noise else 0.0
+        assert spread is not None
+        drawn = self.source.normal(torch.zeros((), dtype=torch.float64), spread)
+        self.rule.learn(below + float(drawn), self.settings.batch_size)
