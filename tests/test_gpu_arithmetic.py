@@ -89,7 +89,7 @@ def test_norms_and_sums(name):
         assert value.weighted_sum(c).dtype == torch.float32
         # Each term is rounded to 2^-9 of itself, wherever it is rounded at all.
         spread = value.measured()[1]
-        slack = 2.0**-9 * (c * (spread.sqrt() if spread is not None else want.norm(dim=1).float())).norm()
+        slack = (c * (spread.sqrt() if spread is not None else 2.0**-9 * want.norm(dim=1).float())).norm()
         assert (got - total).norm() <= 2 * slack
 
 
@@ -154,3 +154,23 @@ def test_group_norm_takes_the_statistics_of_the_forward(shape, monkeypatch):
     got = norm._group_norm(g, x, 3, weight, bias, 1e-3)
     torch.testing.assert_close(got["weight"].dense(), (g * normal).reshape(B, 6, -1).sum(2))
     torch.testing.assert_close(got["bias"].dense(), g.reshape(B, 6, -1).sum(2))
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_a_clipped_sum_allows_for_products_in_tf32(precision):
+    torch.manual_seed(0)
+    block = Outer(torch.randn(B, 13, 40), torch.randn(B, 13, 33))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        squares, spread = block.measured()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    if precision == "highest":
+        assert spread is None
+    else:
+        # No less than 2^-10 of the norm, and no more than of the sum of all terms' sizes.
+        assert spread is not None
+        sizes = (block.left.norm(dim=2) * block.right.norm(dim=2)).sum(1)
+        assert bool((spread.sqrt() >= 2.0**-10 * squares.sqrt() * (1 - 1e-5)).all())
+        assert bool((spread.sqrt() <= 2.0**-10 * sizes).all())

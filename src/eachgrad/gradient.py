@@ -57,7 +57,7 @@ class Gradient:
 
     @property
     def spread(self) -> Tensor | None:
-        """The squares of what a weighted sum rounds of each gradient, (B,), once the norms are known; None: nothing."""
+        """The squares of how far rounding may move each one's share of a sum, (B,), once the norms are known; None: not."""
         return self._memo.get("spread")
 
     def norms(self) -> Tensor:

@@ -15,8 +15,8 @@ from eachgrad.kernels.weighted import weighted
 # vector_norm came out 7e-5 too small (torch 2.13, CPU), which would break a clipping bound.
 RUN = 1024
 
-# How far rounding to bfloat16 moves a number, at most.
-BFLOAT16_ROUNDING = 2.0**-9
+# How far a product moves a number that it rounds, at most: to bfloat16, and both factors to TF32.
+BFLOAT16_ROUNDING, TF32_ROUNDING = 2.0**-9, 2.0**-10
 
 
 # From so many numbers a gradient a kernel of its own pays for starting it.
@@ -42,6 +42,14 @@ def on_gpu(t: Tensor) -> bool:
 def is_rounded(value: Tensor) -> bool:
     """Whether `scaled` gives these numbers back as bfloat16: what a GPU multiplies at full speed."""
     return value.dtype == torch.bfloat16 and on_gpu(value) and not value.requires_grad
+
+
+def rounding(value: Tensor) -> float:
+    """How far the terms of a weighted sum of such numbers may be moved, as a share of their size."""
+    if is_rounded(value):
+        return BFLOAT16_ROUNDING
+    tf32 = value.dtype == torch.float32 and on_gpu(value) and torch.get_float32_matmul_precision() != "highest"
+    return TF32_ROUNDING if tf32 else 0.0
 
 
 def scaled(value: Tensor, c: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ class Block:
         return self.measured(shared)[0]
 
     def measured(self, shared: Shared | None = None) -> tuple[Tensor, Tensor | None]:
-        """The squared norms, and the squares of what a weighted sum rounds: the terms, before they cancel; None: nothing."""
+        """The squared norms, and the squares of how far rounding may move a weighted sum's share; None: it does not."""
         return squared_norms(self.dense()), None
 
     def dots(self, other: Block) -> Tensor:

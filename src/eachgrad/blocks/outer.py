@@ -12,10 +12,10 @@ from eachgrad import plan
 from eachgrad.blocks.arithmetic import (
     accumulation_dtype,
     dots,
-    is_rounded,
     on_gpu,
     product,
     products,
+    rounding,
     scaled,
     squared_norms,
 )
@@ -66,15 +66,15 @@ class Outer(Block):
 
     def measured(self, shared: Shared | None = None) -> tuple[Tensor, Tensor | None]:
         left, right = self._factors()
-        rounded = is_rounded(left)
+        unit = rounding(left)
         if self._route == "product of norms":
             total = squared_norms(left) * squared_norms(right)
-            return total, total if rounded else None
+            return total, total * unit**2 if unit else None
         if self._route == "direct":
-            return self._direct(), bound_of(left, right, 2) if rounded else None
+            return self._direct(), bound_of(left, right, 2) * unit**2 if unit else None
         total, bound = self._gram(shared or Shared())
         exact = recomputed(total, bound, lambda index: self.take(index)._direct())
-        return exact, bound if rounded else None
+        return exact, bound * unit**2 if unit else None
 
     @property
     def _route(self) -> str:

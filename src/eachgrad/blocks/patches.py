@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eachgrad import plan
-from eachgrad.blocks.arithmetic import accumulation_dtype, is_rounded, on_gpu, products, scaled, squared_norms
+from eachgrad.blocks.arithmetic import accumulation_dtype, on_gpu, products, rounding, scaled, squared_norms
 from eachgrad.blocks.base import Block, Fold, Shared, recomputed
 from eachgrad.blocks.outer import Outer, bound_of
 from eachgrad.blocks.windows import Geometry
@@ -113,17 +113,17 @@ class Patches(Block):
         return reduce(torch.add, (torch.tensordot(w.to(part.dtype), part, dims=1) for w, part in pairs))
 
     def measured(self, shared: Shared | None = None) -> tuple[Tensor, Tensor | None]:
-        rounded = is_rounded(self.g)
+        unit = rounding(self.g)
         if self.geometry.groups > 1:
-            parts = [self._factors(x, g) for x, g in self._split(self.g)] if rounded else []
-            return self._direct_norms(), torch.cat([bound_of(g, x, 2) for g, x in parts]) if rounded else None
+            parts = [self._factors(x, g) for x, g in self._split(self.g)] if unit else []
+            return self._direct_norms(), torch.cat([bound_of(g, x, 2) for g, x in parts]) * unit**2 if unit else None
         if self._norms().name != "Gram of pixels":
             found = [self._product(x, g).measured() for x, g in self._split(self.g)]
             bounds = [bound for _, bound in found if bound is not None]
-            return torch.cat([squares for squares, _ in found]), torch.cat(bounds) if rounded else None
+            return torch.cat([squares for squares, _ in found]), torch.cat(bounds) if bounds else None
         total, bound = self._gram()
         exact = recomputed(total, bound, lambda index: self.take(index)._direct_norms())
-        return exact, bound if rounded else None
+        return exact, bound * unit**2 if unit else None
 
     def _direct_norms(self) -> Tensor:
         return torch.cat([squared_norms(self._direct(x, g)) for x, g in self._split(self.g)])

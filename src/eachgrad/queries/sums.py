@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from eachgrad import doubts, plan
-from eachgrad.blocks.arithmetic import BFLOAT16_ROUNDING
 from eachgrad.blocks.base import Shared
 from eachgrad.gradient import Gradient, root, total
 from eachgrad.queries.base import Over, PerParameter, PerSample, Query, Running
@@ -169,7 +168,7 @@ class RunningClip(PerParameter):
         squares = [self.squares[n] for n in names] if names else [torch.zeros(self.batch_size)]
         spreads = [self.spreads[n] for n in names if n in self.spreads]
         norms = root(total(squares))
-        return norms + BFLOAT16_ROUNDING * root(total(spreads)) if spreads else norms
+        return norms + root(total(spreads)) if spreads else norms
 
     def _sum(self, gradient: Gradient) -> None:
         assert self.factors is not None

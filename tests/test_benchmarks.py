@@ -1,0 +1,33 @@
+"""The scripts that make the figures run: small models, one round, every path that a machine without a GPU has."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def ran(*command: str) -> str:
+    found = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    return found.stdout
+
+
+def test_gpu_benchmark_in_small():
+    contenders = ["plain", "plain_compiled", "eachgrad", "eachgrad_compiled", "vmap"]
+    for work in ("private", "norms"):
+        text = ran(
+            "benchmarks/gpu.py", "--tiny", "--rounds", "1", "--dtype", "fp32", "--work", work, "--models", "gpt2",
+            "--contenders", *contenders,
+        )  # fmt: skip
+        rows = [line for line in text.splitlines() if line.startswith("gpt2 ")]
+        assert [line.split()[1] for line in rows] == contenders
+        assert all(" ms " in line and "WRONG" not in line for line in rows), text
+
+
+def test_a_private_example():
+    assert "accuracy" in ran("examples/private_breast_cancer.py")
