@@ -166,11 +166,9 @@ def test_a_clipped_sum_allows_for_products_in_tf32(precision):
         squares, spread = block.measured()
     finally:
         torch.set_float32_matmul_precision(before)
-    if precision == "highest":
-        assert spread is None
-    else:
-        # No less than 2^-10 of the norm, and no more than of the sum of all terms' sizes.
-        assert spread is not None
-        sizes = (block.left.norm(dim=2) * block.right.norm(dim=2)).sum(1)
-        assert bool((spread.sqrt() >= 2.0**-10 * squares.sqrt() * (1 - 1e-5)).all())
-        assert bool((spread.sqrt() <= 2.0**-10 * sizes).all())
+    assert spread is not None
+    # No less than that share of the norm, and no more than of the sum of all terms' sizes.
+    unit = 2.0**-20 if precision == "highest" else 2.0**-10
+    sizes = (block.left.norm(dim=2) * block.right.norm(dim=2)).sum(1)
+    assert bool((spread.sqrt() >= unit * squares.sqrt() * (1 - 1e-5)).all())
+    assert bool((spread.sqrt() <= unit * sizes).all())

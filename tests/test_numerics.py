@@ -732,3 +732,23 @@ def test_a_penalty_on_a_parameter_outside_the_block_is_no_silent_loss():
         model, summed, lambda losses, call: losses + (model.a.weight.square().sum() if call >= 2 else 0), calls=6
     )
     assert refused == ["right"] * 2 + ["refused"] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("normalise", [False, True])
+def test_what_rounding_leaves_of_terms_that_cancel_is_within_the_bound(dtype, normalise):
+    """Large inputs, gradients that sum to zero over the positions: the sample's gradient is next to nothing."""
+    torch.manual_seed(0)
+    for size in (1e2, 1e4, 1e6):
+        g = torch.randn(1, 8, 24)
+        g[:, 1::2] = -g[:, ::2]
+        x = torch.full((1, 8, 40), size) + torch.randn(1, 8, 40) * size * 1e-3
+        x[:, 1::2] = x[:, ::2]
+        block = Outer(g.to(dtype), x.to(dtype))
+        gradient = eachgrad.grads.Gradient("w", torch.zeros(24, 40), block, 1)
+        over = eachgrad.queries.base.Over({"w": gradient.parameter}, {})
+        clip = eachgrad.clipped_sum(1.0, normalise=normalise).start(over)
+        clip.begin(1, {"w": gradient.cost()})
+        clip.add(gradient)
+        clip.again()
+        assert float(clip.batch["w"].double().norm()) <= 1 + 1e-3

@@ -199,7 +199,42 @@ def test_shuffled_batches_begin_a_new_pass_after_a_load():
     again.load_state_dict(run.state_dict())
     on(again, 3)
     assert again.history == (Spent(0.2, 1.0, 3, "shuffled"), Spent(0.2, 1.0, 3, "shuffled"))
-    assert again.epsilon() > on(run, 2).epsilon()
+    assert again.epsilon() > on(fresh(sampling="shuffled"), 5).epsilon()
+
+
+def test_every_loop_over_shuffled_batches_is_a_pass_of_its_own():
+    """What a loop has drawn and not used is drawn again by the next one: a sample may be used in each of them."""
+    run = fresh(sampling="shuffled")
+    for _ in range(3):
+        on(run, 1)
+    assert run.history == (Spent(0.2, 1.0, 1, "shuffled"),) * 3
+    whole = fresh(sampling="shuffled")
+    on(whole, 5)
+    on(whole, 5)
+    assert [some.steps for some in whole.history] == [5, 5]
+
+
+def test_steps_that_a_shuffled_run_has_lost_are_a_pass_each(tmp_path):
+    run = on(fresh(sampling="shuffled"), 2)
+    run.save(tmp_path / "run.pt")
+    on(run, 3)
+    run.close()
+    again = fresh(sampling="shuffled")
+    again.load(tmp_path / "run.pt")
+    assert [some.steps for some in again.history if some.steps] == [2, 1, 1, 1]
+    again.close()
+
+
+def test_another_runs_state_does_not_make_a_loaded_run_forget(tmp_path):
+    run = on(fresh(), 4)
+    run.save(tmp_path / "run.pt")
+    run.close()
+    again = fresh()
+    again.load(tmp_path / "run.pt")
+    with pytest.raises(PrivacyError, match="has counted 4 steps, which another run's state would forget"):
+        again.load_state_dict(on(fresh(), 1).state_dict())
+    assert again.spent == 4
+    again.close()
 
 
 def test_a_budget_that_is_spent_stays_spent(tmp_path):

@@ -361,3 +361,45 @@ def test_the_library_does_not_import_the_private_part():
     names = "eachgrad.private", "dp_accounting", "cryptography", "scipy"
     code = f"import eachgrad, sys; print([n for n in {names} if n in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_batch_that_grows_on_the_way_is_refused_at_every_step(compile):
+    calls = []
+
+    def collate(items):
+        calls.append(len(items))
+        x, y = (torch.stack(column) for column in zip(*items, strict=True))
+        return (x, y) if len(calls) < 2 else (torch.cat([x, x[:1]]), torch.cat([y, y[:1]]))
+
+    run = make(collate_fn=collate, compile=compile, max_physical_batch=40)
+    with pytest.raises(PrivacyError, match="return one loss for each sample"):
+        train(run)
+
+
+def test_a_forward_that_writes_to_a_frozen_parameter_is_refused():
+    class Codebook(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(WIDTH, 2)
+            self.mean = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.mean.copy_(x.mean(0))
+            return self.fc(x)
+
+    run = make(Codebook())
+    with pytest.raises(PrivacyError, match="changed the frozen parameter 'mean'"):
+        train(run)
+
+
+def test_a_gradient_that_was_left_on_a_frozen_layer_is_not_applied():
+    model = network()
+    losses_of(model(table().tensors[0]), table().tensors[1]).sum().backward()
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    run = make(model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), steps=2)
+    for batch in run.loader:
+        run.step(batch)
+    assert torch.equal(model[0].weight, before)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from eachgrad import plan
 from eachgrad.blocks.arithmetic import (
+    FLOAT32_ROUNDING,
     accumulation_dtype,
     dots,
     on_gpu,
@@ -71,7 +72,8 @@ class Outer(Block):
             total = squared_norms(left) * squared_norms(right)
             return total, total * unit**2 if unit else None
         if self._route == "direct":
-            return self._direct(), bound_of(left, right, 2) * unit**2 if unit else None
+            # Sums in float32 of so many positions are of gradients that are kept, and then have their own norms.
+            return self._direct(), bound_of(left, right, 2) * unit**2 if unit > FLOAT32_ROUNDING else None
         total, bound = self._gram(shared or Shared())
         exact = recomputed(total, bound, lambda index: self.take(index)._direct())
         return exact, bound * unit**2 if unit else None

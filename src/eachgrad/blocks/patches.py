@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from eachgrad import plan
-from eachgrad.blocks.arithmetic import accumulation_dtype, on_gpu, products, rounding, scaled, squared_norms
+from eachgrad.blocks.arithmetic import (
+    FLOAT32_ROUNDING,
+    accumulation_dtype,
+    on_gpu,
+    products,
+    rounding,
+    scaled,
+    squared_norms,
+)
 from eachgrad.blocks.base import Block, Fold, Shared, recomputed
 from eachgrad.blocks.outer import Outer, bound_of
 from eachgrad.blocks.windows import Geometry
@@ -115,8 +123,8 @@ class Patches(Block):
     def measured(self, shared: Shared | None = None) -> tuple[Tensor, Tensor | None]:
         unit = rounding(self.g)
         if self.geometry.groups > 1:
-            parts = [self._factors(x, g) for x, g in self._split(self.g)] if unit else []
-            return self._direct_norms(), torch.cat([bound_of(g, x, 2) for g, x in parts]) * unit**2 if unit else None
+            parts = [self._factors(x, g) for x, g in self._split(self.g)] if unit > FLOAT32_ROUNDING else []
+            return self._direct_norms(), torch.cat([bound_of(g, x, 2) for g, x in parts]) * unit**2 if parts else None
         if self._norms().name != "Gram of pixels":
             found = [self._product(x, g).measured() for x, g in self._split(self.g)]
             bounds = [bound for _, bound in found if bound is not None]

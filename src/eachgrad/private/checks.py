@@ -155,9 +155,16 @@ class Buffers:
     def __init__(self, model: nn.Module):
         self._model = model
         self._before = {name: (b, b._version) for name, b in model.named_buffers()}
+        self._frozen = {name: p._version for name, p in model.named_parameters() if not p.requires_grad}
 
     def check(self) -> None:
-        """Raise if the forward wrote the samples into a buffer."""
+        """Raise if the forward wrote the samples into a buffer, or into a parameter that is not trained."""
+        for name, p in self._model.named_parameters():
+            if p._version != self._frozen.get(name, p._version):
+                raise PrivacyError(
+                    f"the forward changed the frozen parameter {name!r}, which leaves with the model and has no noise on it: "
+                    "take that out of the forward"
+                )
         harmless = None
         for name, b in self._model.named_buffers():
             old, version = self._before.get(name, (None, 0))

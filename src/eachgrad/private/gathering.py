@@ -40,6 +40,7 @@ class Engine:
         if self.ask is not None:
             unit = torch.tensor(self.rule.unit, device=next(self.model.parameters()).device)
             found = self.ask(*args, unit)
+            check_count(found.losses, filled)
             return found, found.losses * unit
         with self.record() as tape:
             losses = call_loss(self.model, self.loss_fn, args)

@@ -76,6 +76,7 @@ class Loader:
         """The batches of the next steps."""
         drawn: deque[Batch] = deque()
         self._ahead.clear()
+        self.run.begin_pass()  # what the loop before has drawn and not used is drawn again
         mine = self.loop = object()
         self._pieces = self.samples.fetched(self._draw(steps, drawn, mine))
         with Bar(self.run, self.progress) as bar:

@@ -57,9 +57,7 @@ def restore(run: Run, state: dict[str, Any]) -> None:
         run.source.restore(generators["noise"])
         run.loader.sampler.source.restore(generators["sampling"])
         run.generators = generators["sampling"]
-    run.loader.sampler.restart()
-    if run.settings.sampling == "shuffled":
-        run.own = (*run.own, run.settings.spent(0))  # another pass begins, which is counted for itself
+    run.begin_pass()
     run.loader.forget()
     run.count(0)
 
@@ -143,6 +141,9 @@ def load(run: Run, path: str | Path | None, journal: bool) -> None:
     restore(run, state)
     missing = max(0, last - run.spent)
     run.lost += missing
+    if run.settings.sampling == "shuffled":  # where passes began among them is lost as well: a pass for each
+        run.own = (*run.own, *[run.settings.spent(1)] * missing, run.settings.spent(0))
+        missing = 0
     run.count(missing)
     run.path = target
     _begin_journal(run, log)

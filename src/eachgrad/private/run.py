@@ -167,6 +167,11 @@ class Run:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state; what either has spent stays spent."""
+        resuming.check(self, state)
+        if self.spent and self.id != state["run"]:
+            raise PrivacyError(
+                f"this run has counted {self.spent} steps, which another run's state would forget: load it into a new run"
+            )
         resuming.restore(self, state)
 
     def save(self, path: str | Path | None = None) -> None:
@@ -199,6 +204,12 @@ class Run:
     def set_totals(self, totals: dict[str, int]) -> None:
         self._counts = {**totals}
 
+    def begin_pass(self) -> None:
+        """A pass over shuffled data begins anew, and is counted for itself; Poisson sampling has none."""
+        self.loader.sampler.restart()
+        if self.settings.sampling == "shuffled" and self.own and self.own[-1].steps:
+            self.own = (*self.own, self.settings.spent(0))
+
     def count(self, steps: int) -> None:
         """Count steps as spent."""
         self.own = accounting.add(self.own, self.settings.spent(steps))
@@ -225,7 +236,7 @@ class Run:
         checks.check_unchanged(self.model, self.parameters)
         checks.check_optimizer(self.optimizer, self.model, self.parameters)
         checks.check_modules(self.model)
-        for p in self.parameters.values():
+        for p in self.model.parameters():  # frozen ones, too: what an ordinary backward left there has no noise
             p.grad = None  # so that a step of the optimizer before the noise is there does nothing
         batch.state = "begun"
         self._open = _Open(batch, Gathered(self.rule))
