@@ -299,6 +299,44 @@ def test_padding_is_refused():
         ask(torch.tensor(1.0))
 
 
+def _replaced(model):
+    model[0].weight = nn.Parameter(torch.randn_like(model[0].weight))
+
+
+def _assigned(model):
+    model.load_state_dict({n: torch.randn_like(p) for n, p in model.state_dict().items()}, assign=True)
+
+
+def _another_layer(model):
+    model[2] = nn.Linear(8, 3)
+
+
+def _written_to(model):
+    model[0].weight.data.mul_(3)
+
+
+def _other_data(model):
+    model[0].weight.data = torch.randn_like(model[0].weight)
+
+
+def _frozen(model):
+    model[0].weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "change", [_replaced, _assigned, _another_layer, _written_to, _other_data, _frozen], ids=lambda f: f.__name__[1:]
+)
+def test_parameters_that_change_between_calls(change):
+    model, data = MODELS["MLP"][0](), MODELS["MLP"][1]
+    ask = eachgrad.compile(model, losses, backend="aot_eager", **questions())
+    for k in range(8):
+        if k in (4, 6):  # calls 5 to 7 are by a compiled step
+            change(model)
+        batch = data()
+        assert_agree(ask(*batch), ask.eager(batch), 1e-10)
+    assert ask.graphs[-1].step
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_inside_what_the_user_compiles(compiled):
     model, (x, y) = MODELS["MLP"][0](), MODELS["MLP"][1]()

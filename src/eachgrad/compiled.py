@@ -237,6 +237,7 @@ class Graph:
     names: list[str | None] = field(default_factory=list)  # of each argument that is a parameter
     inputs: set[int] = field(default_factory=set)  # arguments that hold samples
     step: dict[Any, Callable[..., Any]] = field(default_factory=dict)  # compiled, by the state of autocast
+    held: list[Tensor] = field(default_factory=list)  # the parameters that are compiled into it
     spec: TreeSpec | None = None
     traces: bool = True  # whether forward, backward and answers could be traced, as far as it was tried
 
@@ -264,21 +265,24 @@ class Graph:
         """Losses and answers by the compiled step; None where there is none, or where it has a doubt."""
         kinds = {a.device.type for a in args if isinstance(a, Tensor)}
         key = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds))
-        # Tracing has put the casts of autocast into the graph: on top of them it would cast the answers too.
+        held = [a for a, name in zip(args, self.names, strict=True) if name is not None]
+        if len(held) != len(self.held) or any(a is not b for a, b in zip(held, self.held, strict=True)):
+            self.held = held
+            self.step.clear()  # what is compiled has other parameters in it: one was replaced
+        known = key in self.step
         signals.listen()
-        if key in self.step:
+        try:
+            step = self.step[key] if known else self._compiled(args)
+            # Tracing has put the casts of autocast into the graph: on top of them it would cast the answers too.
             with torch.no_grad(), without_autocast():
-                doubt, *found = self.step[key](*args)
-        else:
-            try:
-                step = self._compiled(args)
-                with torch.no_grad(), without_autocast():
-                    doubt, *found = step(*args)
-            except Exception as error:  # whatever the compiler says of what it cannot trace
-                self.layouts, self.traces = None, False
-                self.reason = f"it cannot be traced: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                return None
-            self.step[key] = step
+                doubt, *found = step(*args)
+        except Exception as error:  # whatever the compiler says of what it cannot trace
+            if known:
+                raise
+            self.layouts, self.traces = None, False
+            self.reason = f"it cannot be traced: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            return None
+        self.step[key] = step
         heard = signals.wait()
         return None if any(heard if self.owner.signals else [bool(doubt)]) else tuple(found)
 
