@@ -200,7 +200,7 @@ def test_layouts_that_are_measured_anew_are_not_answered_by_the_old_step():
         ask(*MODELS["MLP"][1]())
     (graph,) = ask.graphs
     assert graph.step
-    graph.layouts = dataclasses.replace(graph.layouts, wanted=[set() for _ in graph.layouts.wanted])
+    graph.plan = dataclasses.replace(graph.plan, wanted=[set() for _ in graph.plan.wanted])
     ask(*MODELS["MLP"][1]())  # the fourth call measures, and finds other layouts
     assert not graph.step
     batch = MODELS["MLP"][1]()

@@ -775,7 +775,7 @@ RECORDING = [
     about("padding a variance", ValueError, lambda: padded_to(4, eachgrad.variance()), "found", "Variance",
           then="ask it without pad_to"),
     about("padding a larger batch", ValueError, lambda: padded_to(2)(X()), f"a batch of {B} samples", "pad_to=2",
-          then="pass smaller ones"),
+          then="split a larger one"),
     about("padding what has no samples", ValueError, lambda: padded_to(4)(torch.tensor(1.0)), "dimension 0",
           then="pad_to fills up the tensors of a batch"),
     about("check_rule without a parameter", ValueError, lambda: check_rule(F.linear, X(), X()),

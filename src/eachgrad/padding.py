@@ -48,7 +48,9 @@ def padded(batch: tuple, size: int, dim: int) -> Padding:
         raise ValueError(f"pad_to fills up the tensors of a batch along dimension {dim}, and none has that dimension")
     B, device = given[0].shape[dim], given[0].device
     if not 0 < B <= size:
-        raise ValueError(f"a batch of {B} samples is not between 1 and pad_to={size}: pass smaller ones")
+        raise ValueError(
+            f"a batch of {B} samples is not between 1 and pad_to={size}: split a larger one, skip an empty one"
+        )
     places = torch.arange(size, device=device)
     weights, index = (places < B).to(torch.float32), places.clamp(max=B - 1)
 

@@ -7,7 +7,7 @@ again, and measured again at the 2nd, 4th, 8th, ... call, in case something mixe
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -55,10 +55,27 @@ class Plan:
         triples = zip(uses, self.layouts, self.wanted, strict=True)
         return [None if place is None else (place, {id(use.sources[k]) for k in some}) for use, place, some in triples]
 
+    def accepted(self, uses: list[Use], plain: Sequence[Tensor | None]) -> Accepted:
+        """The uses of another forward that count, with their gradients."""
+        triples = zip(uses, plain, self.counted(uses), strict=True)
+        return [(Solved(use, g, some[0]), some[1]) for use, g, some in triples if g is not None and some is not None]
+
+    def same(self, other: Plan) -> bool:
+        """Whether samples lie in the same places, and the same sources count."""
+        mine, theirs = (list(map(_key, plan.layouts)) for plan in (self, other))
+        return self.wanted == other.wanted and mine == theirs
+
     def note(self, uses: list[Use], accepted: Accepted) -> None:
         """Remember which uses counted for which of their sources."""
         counted = {id(item.use): some for item, some in accepted}
         self.wanted = [{k for k, s in enumerate(use.sources) if id(s) in counted.get(id(use), ())} for use in uses]
+
+
+def measured(uses: list[Use], plain: Sequence[Tensor | None], found: list[Solved]) -> Plan:
+    """What was found of a forward, use by use."""
+    layouts = {id(item.use): item.layout for item in found}
+    places = [None if g is None else layouts.get(id(use)) for use, g in zip(uses, plain, strict=True)]
+    return Plan(places, [g is not None for g in plain])
 
 
 _plans: WeakKeyDictionary[nn.Module, dict[Hashable, Plan]] = WeakKeyDictionary()
@@ -84,14 +101,18 @@ def keep(
     if not certain:
         kept.pop(key, None)
         return None
-    layouts = {id(item.use): item.layout for item in found}
-    places = [None if g is None else layouts.get(id(use)) for use, g in zip(uses, plain, strict=True)]
-    plan = Plan(places, [g is not None for g in plain])
+    plan = measured(uses, plain, found)
     plan.calls = kept[key].calls if key in kept else 1
     kept[key] = plan
     while len(kept) > _KEPT:
         del kept[next(iter(kept))]
     return plan
+
+
+def _key(place: lay.Layout | None) -> Hashable:
+    if not isinstance(place, lay.Along) or place.fold is None:
+        return place
+    return place.dim, place.fold.kind, tuple(map(tuple, place.fold.index.tolist()))
 
 
 def is_regular(layout: lay.Layout | None) -> bool:
