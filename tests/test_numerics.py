@@ -752,3 +752,18 @@ def test_what_rounding_leaves_of_terms_that_cancel_is_within_the_bound(dtype, no
         clip.add(gradient)
         clip.again()
         assert float(clip.batch["w"].double().norm()) <= 1 + 1e-3
+
+
+def test_a_wide_sum_keeps_what_sixteen_bits_would_round():
+    """300 equal samples: in bfloat16 a sum of 300 has steps of 2, and one sample more would add 0 or 2."""
+    model = nn.Linear(3, 1, bias=False).bfloat16()
+    x = torch.tensor([[1.0, 0.0, 0.0]]).bfloat16()
+    sums = []
+    for n in (300, 301):
+        with eachgrad.record(model) as tape:
+            losses = model(x.expand(n, -1).contiguous())[:, 0]
+        grads = tape.backward(losses)
+        assert grads.clipped_sum(1.0)["weight"].dtype == torch.bfloat16
+        sums.append(grads.clipped_sum(1.0, wide=True)["weight"])
+        assert sums[-1].dtype == torch.float32
+    assert float((sums[1] - sums[0]).norm()) == pytest.approx(1.0, abs=1e-3)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eachgrad import plan
 from eachgrad.blocks import Block
-from eachgrad.blocks.arithmetic import real_dtype
+from eachgrad.blocks.arithmetic import accumulation_dtype, real_dtype
 from eachgrad.blocks.base import Shared, place_of
 from eachgrad.functions import precise
 
@@ -65,18 +65,19 @@ class Gradient:
         return root(self.squared_norms())
 
     @precise
-    def weighted_sum(self, c: Tensor) -> Tensor:
-        """sum_i c[i] g[i], (*shape), in the parameter's dtype; (K, *shape) for c (K, B)."""
+    def weighted_sum(self, c: Tensor, wide: bool = False) -> Tensor:
+        """sum_i c[i] g[i], (*shape), in the parameter's dtype; (K, *shape) for c (K, B). `wide`: in float32 or better."""
         if c.ndim not in (1, 2) or c.shape[-1] != self.batch_size:
             raise ValueError(
                 f"one weight per sample is ({self.batch_size},) or (K, {self.batch_size}), not {tuple(c.shape)}"
             )
         block, c = self.checked(), c.to(self.parameter.device)
+        dtype = accumulation_dtype(self.parameter.dtype) if wide else self.parameter.dtype
         # No samples, or no sums, are no case for the blocks.
         if block is None or not c.numel():
-            return self.parameter.detach().new_zeros((*c.shape[:-1], *self.parameter.shape))
+            return self.parameter.detach().new_zeros((*c.shape[:-1], *self.parameter.shape), dtype=dtype)
         value = block.weighted_sum(c) if c.ndim == 1 else block.weighted_sums(c)
-        return value.to(self.parameter.dtype)
+        return value.to(dtype)
 
     @precise
     def dot(self, direction: Tensor, positions: bool = False) -> Tensor:

@@ -68,16 +68,18 @@ class PerSampleGrads(Mapping[str, Gradient]):
         normalise: bool = False,
         gamma: float = 0.01,
         nonfinite: str = "raise",
+        wide: bool = False,
     ) -> dict[str, Tensor]:
         """sum_i g[i] min(1, max_norm / |g[i]|), {name: (*shape)}; the norm is over all parameters.
 
         `groups`: {group: names or globs}, or "parameter", clips each group's part of g[i] by its own norm, to one
         `max_norm` or {group: max_norm}. `normalise` scales by max_norm / (|g[i]| + gamma) instead. `nonfinite`: a
-        sample whose norm is NaN or infinite is an error ("raise"), or adds exactly zero ("zero"). In float32 and
+        sample whose norm is NaN or infinite is an error ("raise"), or adds exactly zero ("zero"). `wide` leaves the sum
+        in float32 where parameters have sixteen bits: rounded to these, one sample can move it by more. In float32 and
         float64 no sample adds more than max_norm (1 + 1e-5), but for the rounding of gradients that are themselves
         sums of terms that cancel.
         """
-        return self._ask(queries.clipped_sum(max_norm, groups, normalise, gamma, nonfinite))
+        return self._ask(queries.clipped_sum(max_norm, groups, normalise, gamma, nonfinite, wide))
 
     def dot(self, direction: Mapping[str, Tensor], positions: bool = False) -> Tensor:
         """<g[i], v> with v = {name: (*shape)}, (B,), or K of them at once: {name: (K, *shape)} -> (B, K).

@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eachgrad import norms
-from eachgrad.gradient import Gradient
-from eachgrad.queries import Over, Query
-from eachgrad.queries.base import Running
-from eachgrad.queries.sums import ClippedSum, RunningClip
+from eachgrad import clipped_sum, norms
+from eachgrad.queries import Query
 from eachgrad.selection import grouped
 
 
@@ -84,11 +81,12 @@ class Rule:
 
     def queries(self, nonfinite: str) -> dict[str, Query]:
         """What is asked of every piece of a batch, in units: the sum, and the norms that it was clipped by."""
-        options: dict[str, Any] = {"nonfinite": nonfinite}
+        # Rounded to sixteen bits, one sample could move a sum by more than its bound.
+        options: dict[str, Any] = {"nonfinite": nonfinite, "wide": True}
         if isinstance(self.kind, Normalised):
             options |= {"normalise": True, "gamma": self.kind.gamma}
         bounds = 1.0 if self.adaptive is not None else self.bounds
-        asked: dict[str, Query] = {"grad": WideSum(bounds, self.groups, **options)}
+        asked: dict[str, Query] = {"grad": clipped_sum(bounds, self.groups, **options)}
         if self.groups is None:
             return asked | {"norms": norms()}
         return asked | {f"norms_{k}": norms().select(names) for k, names in enumerate(self.groups.values())}
@@ -126,23 +124,6 @@ class Rule:
         if isinstance(self.bounds, dict):
             return f"{kind}, {len(self.bounds)} groups, max_norm {self.sensitivity:.4g} together"
         return f"{kind}, max_norm {self.bounds:.4g}"
-
-
-@dataclass(frozen=True)
-class WideSum(ClippedSum):
-    """A clipped sum in float32 or better: rounded to sixteen bits, one sample could move it by more than its bound."""
-
-    def start(self, over: Over) -> Running:
-        return _RunningWide(over, self)
-
-
-class _RunningWide(RunningClip):
-    def _sum(self, gradient: Gradient) -> None:
-        p = gradient.parameter
-        if p.dtype in (torch.float16, torch.bfloat16):
-            stand_in = torch.empty((), dtype=torch.float32, device=p.device).expand(p.shape)
-            gradient = replace(gradient, parameter=stand_in)
-        super()._sum(gradient)
 
 
 def rule_for(

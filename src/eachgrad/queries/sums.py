@@ -113,6 +113,7 @@ class ClippedSum(Query):
     normalise: bool = False
     gamma: float = 0.01
     nonfinite: str = "raise"
+    wide: bool = False  # in float32 or better, whatever the parameter has
     holds = True
     pads = True
 
@@ -174,7 +175,7 @@ class RunningClip(PerParameter):
         assert self.factors is not None
         factors, index = self.factors
         taken = gradient if index is None else gradient.take(index)
-        self.batch[gradient.name] = taken.weighted_sum(factors[self.owner[gradient.name]])
+        self.batch[gradient.name] = taken.weighted_sum(factors[self.owner[gradient.name]], self.query.wide)
 
     def _factors(self, norms: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
         return clip_factors(norms, self.query.max_norm, self._gamma, self.query.nonfinite, self.samples)
