@@ -31,7 +31,7 @@ def test_weighted_in_torchs_own_ops(size, dtype):
 def test_weighted_is_an_op():
     c, value = problem(3, 7, torch.bfloat16)
     torch.library.opcheck(torch.ops.eachgrad.weighted.default, (c, value))
-    torch.library.opcheck(torch.ops.eachgrad.signal.default, (torch.tensor(True),))
+    torch.library.opcheck(torch.ops.eachgrad.signal.default, (torch.tensor(True), 0))
 
 
 INTERPRETED = """
@@ -65,11 +65,21 @@ def test_weighted_by_its_kernel_without_a_gpu():
     assert found.stdout.strip() == "as in float64", found.stderr
 
 
-def test_flags_reach_the_host_in_order():
-    signals.listen()
-    for flag in (True, False, True):
-        assert bool(signals.signal(torch.tensor(flag))) is flag
-    assert signals.wait() == [True, False, True]
-    signals.signal(torch.tensor(True))  # nobody listens
-    signals.listen()
-    assert signals.wait() == []
+def test_flags_reach_the_host():
+    slots = [signals.Slot() for _ in range(3)]
+    for flags in ((True, False, True), (False, False, True)):
+        for slot in slots:
+            slot.clear()
+        for flag, slot in zip(flags, slots, strict=True):
+            assert bool(signals.signal(torch.tensor(flag), slot)) is flag
+        assert [slot.wait() for slot in slots] == list(flags)
+
+
+def test_a_flag_that_does_not_come_counts_as_raised():
+    slot = signals.Slot()
+    slot.clear()
+    signals.signal(torch.tensor(False), slot)
+    assert slot.wait() is False
+    slot.clear()
+    assert slot.wait() is True
+    torch.ops.eachgrad.signal(torch.tensor(False), 10**9)  # nobody listens

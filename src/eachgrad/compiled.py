@@ -59,8 +59,6 @@ class Compiled:
             raise ValueError("losses is the name of the losses themselves: ask under another name")
         self.model, self.loss_fn, self.queries = model, loss_fn, queries
         self.batch_dim, self.options, self.pad_to = batch_dim, options, pad_to
-        # A CUDA graph is replayed without the host.
-        self.signals = options.get("mode") in (None, "default", "max-autotune-no-cudagraphs")
         self.graphs: list[Graph] = []
         self._given: Given | None = None
         self._answer: Answer | None = None

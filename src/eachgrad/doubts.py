@@ -14,22 +14,23 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from eachgrad.kernels.signals import signal
+from eachgrad.kernels.signals import Slot, signal
 
 
 @dataclass
 class Doubts:
     """What the traced code has noted, as booleans."""
 
-    early: bool  # whether the host hears of them by `signal`, while the step goes on
     noted: list[Tensor] = field(default_factory=list)
     settled: list[Tensor] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)  # where the host hears of them, while the step goes on
 
     def settle(self) -> None:
         if self.noted:
             device = self.noted[0].device
             flag = torch.stack([doubt.to(device) for doubt in self.noted]).any()
-            self.settled.append(signal(flag) if self.early else flag)
+            self.slots.append(Slot())
+            self.settled.append(signal(flag, self.slots[-1]))
             self.noted.clear()
 
     def any(self, device: torch.device) -> Tensor:
@@ -48,9 +49,9 @@ def _current() -> Doubts | None:
 
 
 @contextmanager
-def gathered(early: bool = False) -> Iterator[Doubts]:
+def gathered() -> Iterator[Doubts]:
     """While this lasts, the code is being traced."""
-    before, _state.doubts = _current(), Doubts(early)
+    before, _state.doubts = _current(), Doubts()
     try:
         yield _state.doubts
     finally:

@@ -20,7 +20,7 @@ from eachgrad.functions import without_autocast
 from eachgrad.gradient import Gradient, costs_of
 from eachgrad.grads import PerSampleGrads
 from eachgrad.graph import named_trainable, tensors_in
-from eachgrad.kernels import signals
+from eachgrad.kernels.signals import Slot
 from eachgrad.passes import Passes, marked
 from eachgrad.queries import Accumulator, Answer
 from eachgrad.recall import Plan, is_regular, measured
@@ -74,7 +74,7 @@ def _changes(node: Node) -> bool:
     return getattr(getattr(node.target, "_schema", None), "is_mutable", False)
 
 
-class _Step(nn.Module):
+class _Traced(nn.Module):
     """A traced step that has its parameters, whose addresses the compiler may rely on, and is given the rest."""
 
     def __init__(self, traced: GraphModule, held: dict[int, nn.Parameter]):
@@ -88,6 +88,33 @@ class _Step(nn.Module):
         return self.traced(*[held[k] if k in held else next(given) for k in range(total)])
 
 
+@dataclass(frozen=True)
+class Step:
+    """A compiled step: what it takes, and where it says whether its answers can be trusted."""
+
+    call: Callable[[list[Any]], tuple[Tensor, ...]]
+    held: dict[int, nn.Parameter]  # the arguments that are compiled into it, by their place
+    slots: list[Slot]
+
+    def run(self, args: tuple) -> tuple[Tensor, ...]:
+        """The losses and the answers, or what will be them: `has_doubt` is to be asked next."""
+        for slot in self.slots:
+            slot.clear()
+        try:
+            # Tracing has put the casts of autocast into the graph: on top of them it would cast the answers too.
+            with torch.no_grad(), without_autocast():
+                _, *found = self.call([a for k, a in enumerate(args) if k not in self.held])
+        except BaseException:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # or a flag of this step would be taken for one of the next
+            raise
+        return tuple(found)
+
+    def has_doubt(self) -> bool:
+        raised = [slot.wait() for slot in self.slots]  # every one: what comes late is not the next step's
+        return any(raised)
+
+
 @dataclass
 class Graph:
     """One graph of the front end: a forward and its loss, for one set of shapes and one way through the Python code."""
@@ -99,9 +126,10 @@ class Graph:
     plan: Plan | None = None  # where the samples lie, as it was measured last
     names: list[str | None] = field(default_factory=list)  # of each argument that is a parameter
     inputs: set[int] = field(default_factory=set)  # arguments that hold samples
-    step: dict[Any, Callable[..., Any]] = field(default_factory=dict)  # compiled, by the state of autocast
+    step: dict[Any, Step] = field(default_factory=dict)  # compiled, by the state of autocast
     held: list[Tensor] = field(default_factory=list)  # the parameters that are compiled into it
     spec: TreeSpec | None = None
+    slots: list[Slot] = field(default_factory=list)  # of the step that was traced last
     traces: bool = True  # whether forward, backward and answers could be traced, as far as it was tried
 
     def run(self, args: tuple, given: Given) -> tuple[Answer, Any]:
@@ -133,12 +161,9 @@ class Graph:
             self.held = held
             self.step.clear()  # what is compiled has other parameters in it: one was replaced
         known = key in self.step
-        signals.listen()
         try:
             step = self.step[key] if known else self._compiled(args)
-            # Tracing has put the casts of autocast into the graph: on top of them it would cast the answers too.
-            with torch.no_grad(), without_autocast():
-                doubt, *found = step(*args)
+            found = step.run(args)
         except Exception as error:  # whatever the compiler says of what it cannot trace
             if known:
                 raise
@@ -146,8 +171,7 @@ class Graph:
             self.reason = f"it cannot be traced: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             return None
         self.step[key] = step
-        heard = signals.wait()
-        return None if any(heard if self.owner.signals else [bool(doubt)]) else tuple(found)
+        return None if step.has_doubt() else found
 
     def _measure(self, args: tuple, given: Given, B: int, fixed: Tensor | None) -> None:
         """Find out where the samples lie in this graph, or why it cannot be compiled.
@@ -216,7 +240,7 @@ class Graph:
             out = self.gm(*args)
         return recorder, out[0] if isinstance(out, (tuple, list)) else out
 
-    def _compiled(self, args: tuple) -> Callable[..., Any]:
+    def _compiled(self, args: tuple) -> Step:
         from torch._functorch.compile_utils import fx_graph_cse
         from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -225,8 +249,8 @@ class Graph:
             traced.graph = fx_graph_cse(traced.graph)
             traced.recompile()
         held = {k: a for k, (a, name) in enumerate(zip(args, self.names, strict=True)) if name is not None}
-        step = torch.compile(_Step(traced, held), fullgraph=True, dynamic=False, **self.owner.options)
-        return lambda *args: step([a for k, a in enumerate(args) if k not in held])
+        step = torch.compile(_Traced(traced, held), fullgraph=True, dynamic=False, **self.owner.options)
+        return Step(step, held, self.slots)
 
     def _step(self, *args: Any) -> tuple[Tensor, ...]:
         """Forward, backward and answers, as they are traced: whether the answers can be trusted, losses, answers."""
@@ -236,7 +260,7 @@ class Graph:
             recorder, losses = self._record(fresh)
             passes = Passes(recorder, [losses])
             plain = passes.run([losses], [torch.ones_like(losses)], keep=False)
-        with torch.no_grad(), without_autocast(), doubts.gathered(self.owner.signals) as noted:
+        with torch.no_grad(), without_autocast(), doubts.gathered() as noted:
             B = len(losses)
             accepted = self.plan.accepted(recorder.uses, plain)
             blocks = blocks_of(recorder, accepted, B)
@@ -253,5 +277,5 @@ class Graph:
             leaves, self.spec = tree_flatten(vars(asked.answer()))
             if not all(isinstance(leaf, Tensor) for leaf in leaves):
                 raise NotCompiled("an answer is no tensor")
-            doubt = noted.any(losses.device)
+            doubt, self.slots = noted.any(losses.device), noted.slots
         return (doubt, losses.detach(), *leaves)

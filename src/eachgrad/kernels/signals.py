@@ -1,55 +1,79 @@
-"""signal: lets the host know a flag of a compiled step while the step goes on."""
+"""signal: lets the host know a flag of a compiled step while the step goes on.
+
+The device writes the flag into a number in the host's memory that the graph knows by its key: a CUDA graph, which is
+replayed without the host, does it again every time.
+"""
 
 from __future__ import annotations
 
-import threading
+import itertools
+import time
+import weakref
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from eachgrad.kernels.library import library
 
-_state = threading.local()
+_UNKNOWN, _DOWN, _UP = 0, 1, 2
+_PATIENCE = 0.2  # seconds after which the device is asked whether it is still at work
+
+_keys = itertools.count()
+_slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
 
 
-def _signal(flag: Tensor) -> Tensor:
-    found: list | None = getattr(_state, "found", None)
-    if found is not None:
-        if flag.is_cuda:
-            host = torch.empty((), dtype=torch.bool, pin_memory=True)
-            host.copy_(flag, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            found.append((host, event))
-        else:
-            found.append((flag, None))
+class Slot:
+    """Where one flag of a step arrives."""
+
+    def __init__(self) -> None:
+        self.key = next(_keys)
+        _slots[self.key] = self
+
+    @cached_property
+    def _number(self) -> Tensor:  # not before the step runs: where it is traced, tensors have no numbers
+        return torch.full((1,), _UNKNOWN, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+
+    @cached_property
+    def _seen(self) -> Any:
+        return self._number.numpy()  # reads it afresh, and faster than a tensor
+
+    def clear(self) -> None:
+        """Forget the last flag: that of the step that starts now counts."""
+        self._seen[0] = _UNKNOWN
+
+    def write(self, flag: Tensor) -> None:
+        self._number.copy_(flag.to(torch.int32).view(1) + _DOWN, non_blocking=True)
+
+    def wait(self) -> bool:
+        """The flag, as soon as the device has come so far; a step that has ended without it counts as raised."""
+        late = time.perf_counter() + _PATIENCE
+        while self._seen[0] == _UNKNOWN:
+            if time.perf_counter() > late:
+                if not torch.cuda.is_available() or torch.cuda.current_stream().query():  # which raises if it failed
+                    return bool(self._seen[0] != _DOWN)
+                late = time.perf_counter() + _PATIENCE
+        return bool(self._seen[0] != _DOWN)
+
+
+def _signal(flag: Tensor, key: int) -> Tensor:
+    slot = _slots.get(key)
+    if slot is not None:
+        slot.write(flag)
     return flag.clone()
 
 
-library.define("signal(Tensor flag) -> Tensor")
+library.define("signal(Tensor flag, int key) -> Tensor")
 library.impl("signal", _signal, "CPU")
 library.impl("signal", _signal, "CUDA")
 
 
 @torch.library.register_fake("eachgrad::signal", lib=library)
-def _(flag: Tensor) -> Tensor:
+def _(flag: Tensor, key: int) -> Tensor:
     return torch.empty_like(flag)
 
 
-def signal(flag: Tensor) -> Tensor:
-    """The flag, which is on its way to the host as well: `wait` has it as soon as the device has come so far."""
-    return torch.ops.eachgrad.signal(flag)
-
-
-def listen() -> None:
-    """Forget earlier flags: those of the step that starts now count."""
-    _state.found = []
-
-
-def wait() -> list[bool]:
-    """The flags of the step that was started last, in the order in which they were given."""
-    found, _state.found = _state.found, None
-    for _, event in found:
-        if event is not None:
-            event.synchronize()
-    return [bool(flag) for flag, _ in found]
+def signal(flag: Tensor, slot: Slot) -> Tensor:
+    """The flag, which is on its way to the slot as well."""
+    return torch.ops.eachgrad.signal(flag, slot.key)
