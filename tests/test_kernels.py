@@ -37,6 +37,7 @@ def test_weighted_is_an_op():
 INTERPRETED = """
 import torch, triton
 from eachgrad.kernels.triton_weighted import weighted_kernel
+from eachgrad.kernels.weighted import launched
 from test_kernels import SIZES, problem
 for dtype in (torch.float32, torch.bfloat16):
     for B, n in SIZES:
@@ -49,6 +50,12 @@ for dtype in (torch.float32, torch.bfloat16):
                 weighted_kernel[(-(-n // block),)](c, given, out, B, n, given.stride(0), BLOCK=block)
                 torch.testing.assert_close(out[:n].double(), c.double() @ value.double(), rtol=1e-5, atol=1e-5)
                 assert out[n:].isnan().all()
+c, value = problem(3, 5 * 7, torch.bfloat16)
+wide = torch.full((3, 6, 7), float("nan"), dtype=torch.bfloat16)
+wide[:, :5] = value.view(3, 5, 7)
+found = launched(c, wide[:, :5])  # samples lie apart
+torch.testing.assert_close(found.double(), (c.double() @ value.double()).view(5, 7), rtol=1e-5, atol=1e-5)
+torch.testing.assert_close(launched(c, wide[:, :5].mT), found.mT)
 print("as in float64")
 """
 

@@ -31,6 +31,7 @@ def compile(
     backend: str = "inductor",
     mode: str | None = None,
     pad_to: int | None = None,
+    copies: bool = True,
     **queries: Query,
 ) -> Compiled:
     """A callable that answers `queries` about the samples of a batch: `ask(x, y).norms`.
@@ -41,8 +42,11 @@ def compile(
 
     Each size of a batch has a graph of its own, unless `pad_to` says to how many samples batches are filled up: then one
     graph does for all. Filled up is every tensor of the batch that has B entries along `batch_dim`, as its first one has.
+
+    `mode="reduce-overhead"` (and "max-autotune") replays a CUDA graph, whose answers are copied for you: the next replay
+    overwrites them. `copies=False` spares the copy, for loops that are done with an answer before the next call.
     """
-    return Compiled(model, loss_fn, queries, batch_dim, {"backend": backend, "mode": mode}, pad_to)
+    return Compiled(model, loss_fn, queries, batch_dim, {"backend": backend, "mode": mode}, pad_to, copies)
 
 
 class Compiled:
@@ -50,7 +54,7 @@ class Compiled:
 
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Tensor], queries: dict[str, Query], batch_dim: int,
-        options: dict[str, Any], pad_to: int | None = None,
+        options: dict[str, Any], pad_to: int | None = None, copies: bool = True,
     ):  # fmt: skip
         Accumulator(**queries)  # checks them
         if pad_to is not None:
@@ -58,7 +62,12 @@ class Compiled:
         if "losses" in queries:
             raise ValueError("losses is the name of the losses themselves: ask under another name")
         self.model, self.loss_fn, self.queries = model, loss_fn, queries
-        self.batch_dim, self.options, self.pad_to = batch_dim, options, pad_to
+        self.batch_dim, self.pad_to = batch_dim, pad_to
+        graphs = options.get("mode") in _WITHOUT_GRAPHS and torch.cuda.is_available()
+        self.options = options | {"mode": _WITHOUT_GRAPHS.get(options.get("mode"), options.get("mode"))}
+        # Of CUDA graphs: one after another they may use the same memory.
+        self.pool = torch.cuda.graph_pool_handle() if graphs else None
+        self.lends = self.pool is None or not copies
         self.graphs: list[Graph] = []
         self._given: Given | None = None
         self._answer: Answer | None = None
@@ -83,8 +92,8 @@ class Compiled:
             self._given, self._answer = None, None
 
     def reasons(self) -> list[str]:
-        """Why graphs are answered eagerly, one for each that is."""
-        return [graph.reason for graph in self.graphs if graph.reason]
+        """Why graphs are answered eagerly, or without a CUDA graph where one was asked for."""
+        return [reason for graph in self.graphs for reason in graph.reasons()]
 
     def _backend(self, gm: GraphModule, example: Sequence[Tensor]) -> Callable[..., Any]:
         graph = Graph(self, gm)
@@ -107,6 +116,12 @@ class Compiled:
         answer.losses = losses.detach()
         return answer
 
+
+# The modes with CUDA graphs of their own, and what else they ask for: here the whole step is one.
+_WITHOUT_GRAPHS: dict[str | None, str | None] = {
+    "reduce-overhead": None,
+    "max-autotune": "max-autotune-no-cudagraphs",
+}
 
 # Every shape and every way through the model is a graph of its own: as many as there are.
 _SETTINGS = {"allow_rnn": True, "recompile_limit": 1000, "accumulated_recompile_limit": 100_000}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._ops import HigherOrderOperator
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from eachgrad import doubts, padding
@@ -26,6 +26,7 @@ from eachgrad.queries import Accumulator, Answer
 from eachgrad.recall import Plan, is_regular, measured
 from eachgrad.receipt import Record
 from eachgrad.solve import blocks_of, solved
+from eachgrad.step import Step, compiled
 
 if TYPE_CHECKING:
     from eachgrad.compiled import Compiled
@@ -57,6 +58,12 @@ def _same(before: list[Tensor], after: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+def _places(args: Sequence[Any], batch: tuple) -> list[int]:
+    """Which arguments are tensors of the batch."""
+    ids = {id(t) for t in tensors_in(batch)}
+    return [k for k, a in enumerate(args) if id(a) in ids]
+
+
 def _check_filled(losses: Tensor, fixed: Tensor) -> None:
     """Samples that are added must not change the others' losses."""
     found = losses.detach()[: len(fixed)]
@@ -69,52 +76,6 @@ def _check_filled(losses: Tensor, fixed: Tensor) -> None:
         )
 
 
-def _changes(node: Node) -> bool:
-    """Whether an op changes its arguments."""
-    return getattr(getattr(node.target, "_schema", None), "is_mutable", False)
-
-
-class _Traced(nn.Module):
-    """A traced step that has its parameters, whose addresses the compiler may rely on, and is given the rest."""
-
-    def __init__(self, traced: GraphModule, held: dict[int, nn.Parameter]):
-        super().__init__()
-        self.traced, self.places = traced, tuple(held)
-        self.held = nn.ParameterList(held.values())
-
-    def forward(self, rest: list[Any]) -> tuple[Tensor, ...]:
-        given, held = iter(rest), dict(zip(self.places, self.held, strict=True))
-        total = len(rest) + len(held)
-        return self.traced(*[held[k] if k in held else next(given) for k in range(total)])
-
-
-@dataclass(frozen=True)
-class Step:
-    """A compiled step: what it takes, and where it says whether its answers can be trusted."""
-
-    call: Callable[[list[Any]], tuple[Tensor, ...]]
-    held: dict[int, nn.Parameter]  # the arguments that are compiled into it, by their place
-    slots: list[Slot]
-
-    def run(self, args: tuple) -> tuple[Tensor, ...]:
-        """The losses and the answers, or what will be them: `has_doubt` is to be asked next."""
-        for slot in self.slots:
-            slot.clear()
-        try:
-            # Tracing has put the casts of autocast into the graph: on top of them it would cast the answers too.
-            with torch.no_grad(), without_autocast():
-                _, *found = self.call([a for k, a in enumerate(args) if k not in self.held])
-        except BaseException:
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()  # or a flag of this step would be taken for one of the next
-            raise
-        return tuple(found)
-
-    def has_doubt(self) -> bool:
-        raised = [slot.wait() for slot in self.slots]  # every one: what comes late is not the next step's
-        return any(raised)
-
-
 @dataclass
 class Graph:
     """One graph of the front end: a forward and its loss, for one set of shapes and one way through the Python code."""
@@ -125,12 +86,18 @@ class Graph:
     reason: str = ""  # why it is not compiled, if it is not
     plan: Plan | None = None  # where the samples lie, as it was measured last
     names: list[str | None] = field(default_factory=list)  # of each argument that is a parameter
-    inputs: set[int] = field(default_factory=set)  # arguments that hold samples
+    given: frozenset[int] = frozenset()  # arguments that are tensors of the batch
+    inputs: set[int] = field(default_factory=set)  # those of them that hold samples
     step: dict[Any, Step] = field(default_factory=dict)  # compiled, by the state of autocast
     held: list[Tensor] = field(default_factory=list)  # the parameters that are compiled into it
     spec: TreeSpec | None = None
     slots: list[Slot] = field(default_factory=list)  # of the step that was traced last
     traces: bool = True  # whether forward, backward and answers could be traced, as far as it was tried
+
+    def reasons(self) -> list[str]:
+        """Why it is not compiled, or has no CUDA graph where one was asked for."""
+        found = [self.reason, *(step.reason for step in self.step.values())]
+        return [reason for reason in found if reason]
 
     def run(self, args: tuple, given: Given) -> tuple[Answer, Any]:
         """The answer for this batch, and what the graph returns."""
@@ -138,13 +105,15 @@ class Graph:
         due = self.calls & (self.calls - 1) == 0
         found = None if due or self.plan is None else self._run_step(args)
         if found is None:
+            for step in self.step.values():  # eagerly it takes more memory
+                step.release()
             drawn = _generators()
             answer = self.owner.eager(given.batch)
             if due:
                 fixed = answer.losses if _same(drawn, _generators()) else None
                 self._measure(args, given, len(answer.losses), fixed)
             return answer, (answer.losses,)
-        losses, *leaves = found
+        losses, *leaves = found if self.owner.lends else [t.clone() for t in found]
         assert self.spec is not None
         answer = Answer(**tree_unflatten(list(leaves), self.spec))
         answer.losses = losses
@@ -180,14 +149,15 @@ class Graph:
         """
         if not self.traces:
             return
+        self.given = frozenset(_places(args, given.arguments))
         if given.filled is not None:  # what does not count would leave no trace
             weights, B = given.filled.weights, given.filled.size
             args = tuple(torch.ones_like(a) if a is weights else a for a in args)
         known = {id(p): name for name, p in named_trainable(self.owner.model).items()}
         self.names = [known.get(id(a)) for a in args]
         batch = given.batch if given.filled is None else given.filled.batch
-        ids, dim = {id(t) for t in tensors_in(batch)}, self.owner.batch_dim
-        self.inputs = {k for k, a in enumerate(args) if id(a) in ids and a.ndim > dim and a.shape[dim] == B}
+        dim = self.owner.batch_dim
+        self.inputs = {k for k in _places(args, batch) if args[k].ndim > dim and args[k].shape[dim] == B}
         others = [a for a, n in zip(args, self.names, strict=True) if isinstance(a, Tensor) and n is None]
         buffers = [(a, a._version, a.clone()) for a in others]
         try:
@@ -241,16 +211,11 @@ class Graph:
         return recorder, out[0] if isinstance(out, (tuple, list)) else out
 
     def _compiled(self, args: tuple) -> Step:
-        from torch._functorch.compile_utils import fx_graph_cse
         from torch.fx.experimental.proxy_tensor import make_fx
 
         traced = make_fx(self._step, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
-        if not any(map(_changes, traced.graph.nodes)):  # two buffers that are written to are not one
-            traced.graph = fx_graph_cse(traced.graph)
-            traced.recompile()
         held = {k: a for k, (a, name) in enumerate(zip(args, self.names, strict=True)) if name is not None}
-        step = torch.compile(_Traced(traced, held), fullgraph=True, dynamic=False, **self.owner.options)
-        return Step(step, held, self.slots)
+        return compiled(traced, held, self.slots, self.owner.options, self.owner.pool, self.given)
 
     def _step(self, *args: Any) -> tuple[Tensor, ...]:
         """Forward, backward and answers, as they are traced: whether the answers can be trusted, losses, answers."""

@@ -69,7 +69,7 @@ def sum_of(c: Tensor, value: Tensor) -> Tensor:
     dtype = accumulation_dtype(value.dtype)
     if on_gpu(value) and c.ndim == 1 and not value.dtype.is_complex:  # read once, as they are
         if dtype == torch.float32 and value[0].numel() >= LARGE and not (value.requires_grad or c.requires_grad):
-            return weighted(c.to(dtype), value.flatten(1)).view(value.shape[1:])
+            return weighted(c.to(dtype), value)
         return (value * c.to(dtype).view(-1, *[1] * (value.ndim - 1))).sum(0)
     return torch.tensordot(c.to(dtype), value.to(dtype), dims=1)
 

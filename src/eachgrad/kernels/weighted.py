@@ -6,7 +6,7 @@ number being read once, in order. The Triton code is apart, as triton is there o
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,31 +18,33 @@ BLOCK = 2048  # eight numbers a thread: sixteen bytes of bfloat16 at a time
 
 def plain(c: Tensor, value: Tensor) -> Tensor:
     """The same in torch's own ops."""
-    return (value.to(torch.float32) * c[:, None]).sum(0)
+    return (value.to(torch.float32) * c.view(-1, *[1] * (value.ndim - 1))).sum(0)
 
 
 def launched(c: Tensor, value: Tensor) -> Tensor:
     """The same by the kernel."""
     from eachgrad.kernels.triton_weighted import weighted_kernel
 
-    B, n = value.shape
-    value = value if value.stride(1) == 1 else value.contiguous()
-    out = c.new_empty(n)
-    kernel: Any = weighted_kernel
-    kernel[(-(-n // BLOCK),)](c.contiguous(), value, out, B, n, value.stride(0), BLOCK=BLOCK, num_warps=8)
+    # Samples may lie apart, as they do where a product was made of padded matrices and cut.
+    value = value if value[0].is_contiguous() else value.contiguous()
+    out = c.new_empty(value.shape[1:])
+    n, kernel = out.numel(), cast(Any, weighted_kernel)
+    kernel[(-(-n // BLOCK),)](c.contiguous(), value, out, len(value), n, value.stride(0), BLOCK=BLOCK, num_warps=8)
     return out
 
 
-library.define("weighted(Tensor c, Tensor value) -> Tensor")
+# A compiler would copy gradients that lie apart, 0.6 ms for a head of 50257 tokens and 16 samples on an H200, to hand them
+# over as they lay when it traced.
+library.define("weighted(Tensor c, Tensor value) -> Tensor", tags=(torch.Tag.flexible_layout,))
 library.impl("weighted", plain, "CPU")
 library.impl("weighted", launched, "CUDA")
 
 
 @torch.library.register_fake("eachgrad::weighted", lib=library)
 def _(c: Tensor, value: Tensor) -> Tensor:
-    return c.new_empty(value.shape[1])
+    return c.new_empty(value.shape[1:])
 
 
 def weighted(c: Tensor, value: Tensor) -> Tensor:
-    """sum_i c[i] value[i] of c (B,) in float32 and value (B, n), in float32: (n,)."""
+    """sum_i c[i] value[i] of c (B,) in float32 and value (B, *shape), in float32: (*shape)."""
     return torch.ops.eachgrad.weighted(c, value)

@@ -1,0 +1,149 @@
+"""Matrices whose rows are no multiple of sixteen bytes, padded once in a traced step, where they are made.
+
+A GPU multiplies such matrices several times as slowly, so that the compiler pads them, for each product anew: for a head
+of 50257 tokens, the gradient of the logits was written three times, 3.6 GB in 2.6 ms on an H200. Padded in the graph, it
+is written once, by the kernel that computes it, and all products read that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from eachgrad import plan
+
+aten = torch.ops.aten
+
+LARGE = 1 << 20  # numbers of a matrix that is worth it
+_PRODUCTS = {aten.mm.default, aten.mm.dtype, aten.bmm.default, aten.bmm.dtype}
+_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+_TURNS = {aten.t.default, aten.transpose.int, aten.permute.default}
+_SAME = {*_VIEWS, aten.expand.default, aten.detach.default}
+
+
+def is_slow(value: Tensor) -> bool:
+    """Whether a product with this matrix is slow unless its rows are a multiple of sixteen bytes long."""
+    return value.is_cuda and value.dtype in (torch.float16, torch.bfloat16) and value.numel() >= LARGE
+
+
+def align(graph: Graph, slow: Callable[[Tensor], bool] = is_slow) -> int:
+    """Rewrite the products of a traced graph whose operands are not aligned; how many there were."""
+    padding = _Padding(graph)
+    products = [node for node in graph.nodes if node.target in _PRODUCTS]
+    found = [node for node in products if padding.align(node, slow)]
+    if found:
+        graph.eliminate_dead_code()
+    return len(found)
+
+
+def _value(node: Node) -> Tensor:
+    return node.meta["val"]
+
+
+def _rows(value: Tensor) -> int | None:
+    """The dimension, of the last two, along which a matrix lies in memory without gaps."""
+    return next((dim for dim in (-1, -2) if value.stride(dim) == 1 and value.shape[dim] > 1), None)
+
+
+@dataclass
+class _Padding:
+    graph: Graph
+    made: dict[tuple[Node, int], Node] = field(default_factory=dict)
+
+    def align(self, node: Node, slow: Callable[[Tensor], bool]) -> bool:
+        """Rewrite one product, if one of its operands is not aligned."""
+        operands = cast(list[Node], list(node.args[:2]))
+        dims: list[set[int]] = [set(), set()]  # to be padded, of each operand
+        for k, operand in enumerate(operands):
+            value = operand.meta.get("val")
+            if not isinstance(value, Tensor):
+                return False
+            dim = _rows(value)
+            if dim is not None and slow(value) and value.shape[dim] % plan.ALIGNED:
+                dims[k].add(dim)
+        if not any(dims):
+            return False
+        if -1 in dims[0] or -2 in dims[1]:  # what is summed over is padded in both
+            dims[0].add(-1)
+            dims[1].add(-2)
+        for k, operand in enumerate(operands):
+            for dim in sorted(dims[k]):
+                operand = self.padded(operand, dim)
+            operands[k] = operand
+        self._replace(node, operands, rows=-2 in dims[0], columns=-1 in dims[1])
+        return True
+
+    def _replace(self, node: Node, operands: list[Node], rows: bool, columns: bool) -> None:
+        users, shape = list(node.users), _value(node).shape
+        with self.graph.inserting_after(node):
+            value = self.graph.call_function(cast(Any, node.target), (*operands, *node.args[2:]), node.kwargs)
+        for wanted, dim in ((rows, len(shape) - 2), (columns, len(shape) - 1)):
+            if wanted:
+                with self.graph.inserting_after(value):
+                    value = self.graph.call_function(aten.slice.Tensor, (value, dim, 0, shape[dim]))
+        value.meta["val"] = _value(node)  # as wide as it was; the gaps after its rows do not matter
+        node.replace_all_uses_with(value)
+        for user in users:
+            if user.target in _VIEWS:  # which takes what was cut only where the cut leaves no gap
+                user.target = aten.reshape.default
+
+    def padded(self, node: Node, dim: int) -> Node:
+        """The node with zeros after the end of a dimension, the last or the last but one."""
+        node = _plain(node)
+        if (node, dim) not in self.made:
+            self.made[node, dim] = self._padded(node, dim)
+        return self.made[node, dim]
+
+    def _padded(self, node: Node, dim: int) -> Node:
+        value, source = _value(node), _source(node)
+        if source is not None and node.target in _TURNS:
+            place = _origin(node, dim) - value.ndim
+            if place >= -2:
+                return self._again(node, self.padded(source, place), *node.args[1:])
+        if source is not None and node.target in _VIEWS and dim == -1 and _ends_alike(source, node):
+            size = value.shape[-1] + -value.shape[-1] % plan.ALIGNED
+            return self._again(node, self.padded(source, -1), [*value.shape[:-1], size])
+        pads = [0, 0] * (-1 - dim) + [0, -value.shape[dim] % plan.ALIGNED]
+        with self.graph.inserting_after(node):
+            return self.graph.call_function(aten.constant_pad_nd.default, (node, pads))
+
+    def _again(self, node: Node, source: Node, *arguments: Any) -> Node:
+        """The same view of a padded source."""
+        target: Any = aten.reshape.default if node.target in _VIEWS else node.target
+        with self.graph.inserting_after(node):
+            return self.graph.call_function(target, (source, *arguments))
+
+
+def _source(node: Node) -> Node | None:
+    """What a view is a view of, if that is a tensor whose shape is known."""
+    found = node.args[0] if node.args else None
+    return found if isinstance(found, Node) and isinstance(found.meta.get("val"), Tensor) else None
+
+
+def _ends_alike(a: Node, b: Node) -> bool:
+    return _value(a).ndim > 1 and _value(a).shape[-1] == _value(b).shape[-1]
+
+
+def _plain(node: Node) -> Node:
+    """The node itself, where this one is the same seen in the same shape."""
+    source = _source(node)
+    while source is not None and node.target in _SAME and _value(node).shape == _value(source).shape:
+        node, source = source, _source(source)
+    return node
+
+
+def _origin(node: Node, dim: int) -> int:
+    """Which dimension of a transposed node's source is its dimension `dim`."""
+    n, arguments = _value(node).ndim, cast(Any, node.args[1:])
+    if node.target == aten.permute.default:
+        order = [k % n for k in arguments[0]]
+    else:
+        a, b = (0, 1) if node.target == aten.t.default else (k % n for k in arguments)
+        order = list(range(n))
+        order[a], order[b] = order[b], order[a]
+    return order[dim]

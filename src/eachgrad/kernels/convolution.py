@@ -1,0 +1,201 @@
+"""conv_squares, conv_gradients, conv_sum: gradients of a convolution's weight for each sample, with nothing unfolded.
+
+An unfolded input is kh kw times as large: 600 MB for 64 channels of 32 x 32 under 3 x 3, 512 samples, in bfloat16. The
+kernels read each window where it lies. Inputs x (B, C, H, W) and gradients of the outputs g (B, p, Ho, Wo) are of one
+dtype, of sixteen bits or float32; `padding` is what lies before the input (top, left), and all that is read outside of
+the input is zero. The Triton code is apart, as triton is there only where a GPU is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eachgrad.kernels.library import library
+
+# The largest tile of a gradient, outputs by columns, and the positions read at a time; 3 of these are in flight. In
+# float32 they take twice the room, and the products are made without tensor cores.
+OUTPUTS, COLUMNS, POSITIONS = 128, 128, 64
+OUTPUTS_FLOAT32, COLUMNS_FLOAT32, POSITIONS_FLOAT32 = 64, 64, 32
+STAGES = 3
+PROGRAMS = 528  # that a sum is divided among, about: four for each multiprocessor of an H200
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+Ints = Sequence[int]  # a pair: down, across
+
+
+class Tiling(NamedTuple):
+    """How a kernel divides its work."""
+
+    outputs: int
+    columns: int
+    positions: int
+    warps: int
+    stages: int
+
+
+def tiling(p: int, columns: int, positions: int, dtype: torch.dtype) -> Tiling:
+    """The tiles for a gradient of p by `columns` numbers over so many positions."""
+    wide = dtype.itemsize > 2
+    outputs = _block(p, OUTPUTS_FLOAT32 if wide else OUTPUTS)
+    columns = _block(columns, COLUMNS_FLOAT32 if wide else COLUMNS)
+    # 128 x 128 sums are 128 registers a thread with four warps.
+    warps = 8 if outputs * columns >= 128 * 128 else 4
+    return Tiling(outputs, columns, _block(positions, POSITIONS_FLOAT32 if wide else POSITIONS), warps, STAGES)
+
+
+def _block(n: int, most: int) -> int:
+    return max(16, min(most, 1 << max(0, n - 1).bit_length()))
+
+
+def _check(x: Tensor, g: Tensor) -> None:
+    if x.dtype != g.dtype or x.dtype not in DTYPES:
+        raise TypeError(f"x is {x.dtype} and g {g.dtype}; both must be of one of {', '.join(map(str, DTYPES))}")
+    if x.ndim != 4 or g.ndim != 4 or len(x) != len(g):
+        raise ValueError(f"x {tuple(x.shape)} and g {tuple(g.shape)} must be (B, C, H, W) and (B, p, Ho, Wo)")
+
+
+class _Launch:
+    """The arguments of a kernel: both tensors with their channels last, all sizes, the tiles."""
+
+    def __init__(self, x: Tensor, g: Tensor, window: tuple[Ints, Ints, Ints, Ints], tiles: Tiling | None) -> None:
+        _check(x, g)
+        self.x, self.g = (t.contiguous(memory_format=torch.channels_last) for t in (x, g))
+        (self.B, C, H, W), (_, p, Ho, Wo) = x.shape, g.shape
+        self.p, self.C, self.kernel, self.rows = p, C, window[0], self.B * Ho * Wo
+        self.columns = C * window[0][0] * window[0][1]
+        # Inside of a sample the kernels count in 32 bits.
+        if max(C * H * W, p * Ho * Wo, p * self.columns) >= 2**31:
+            raise ValueError(f"a sample of x {tuple(x.shape)}, of g {tuple(g.shape)} or of the gradients is too large")
+        self.tiles = tiles or tiling(p, self.columns, Ho * Wo, x.dtype)
+        self.grid = (-(-p // self.tiles.outputs), -(-self.columns // self.tiles.columns))
+        self.sizes, self.window = (H, W, C, p, Ho, Wo), tuple(n for pair in window for n in pair)
+
+    def __call__(self, kernel: Any, times: int, *arguments: Tensor | int) -> None:
+        """Run the kernel `times` times for each tile."""
+        blocks = {"BLOCK_P": self.tiles.outputs, "BLOCK_C": self.tiles.columns, "BLOCK_T": self.tiles.positions}
+        options = {"num_warps": self.tiles.warps, "num_stages": self.tiles.stages}
+        programs = (times * self.grid[0] * self.grid[1],)
+        kernel[programs](*arguments, self.sizes, self.window, self.grid, **blocks, **options)
+
+
+def launched_squares(
+    x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, tiles: Tiling | None = None
+) -> Tensor:
+    """`conv_squares` by its kernel."""
+    from eachgrad.kernels.triton_convolution import squares_kernel
+
+    launch = _Launch(x, g, (kernel, stride, padding, dilation), tiles)
+    out = x.new_empty((launch.B, launch.grid[0] * launch.grid[1]), dtype=torch.float32)
+    launch(squares_kernel, launch.B, launch.x, launch.g, out)
+    return out.sum(1)
+
+
+def launched_gradients(
+    x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, tiles: Tiling | None = None
+) -> Tensor:
+    """`conv_gradients` by its kernel."""
+    from eachgrad.kernels.triton_convolution import gradients_kernel
+
+    launch = _Launch(x, g, (kernel, stride, padding, dilation), tiles)
+    out = x.new_empty((launch.B, launch.p, launch.C, *kernel))
+    launch(gradients_kernel, launch.B, launch.x, launch.g, out)
+    return out
+
+
+def launched_sum(
+    c: Tensor, x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints,
+    tiles: Tiling | None = None, programs: int = PROGRAMS,
+) -> Tensor:  # fmt: skip
+    """`conv_sum` by its kernel: sums over as many parts of the positions as keep the device busy, then theirs."""
+    from eachgrad.kernels.triton_convolution import sum_kernel
+
+    launch = _Launch(x, g, (kernel, stride, padding, dilation), tiles)
+    steps = -(-launch.rows // launch.tiles.positions)
+    steps = -(-steps // max(1, programs // (launch.grid[0] * launch.grid[1])))
+    parts = -(-launch.rows // max(1, steps * launch.tiles.positions))
+    out = x.new_empty((parts, launch.p, *kernel, launch.C), dtype=torch.float32)
+    launch(sum_kernel, parts, c.to(torch.float32).contiguous(), launch.x, launch.g, out, launch.rows, steps)
+    return out.sum(0).permute(0, 3, 1, 2).contiguous()
+
+
+def _unfolded(x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    """What the outputs read: (B, C kh kw, Ho Wo) in float32."""
+    sides = zip(x.shape[2:], g.shape[2:], kernel, stride, padding, dilation, strict=True)
+    # Before the input, and after it up to the last pixel that is read: fewer than there are, maybe.
+    pads = [(before, (n - 1) * s + d * (k - 1) + 1 - size - before) for size, n, k, s, before, d in sides]
+    padded = F.pad(x.to(torch.float32), [n for pair in reversed(pads) for n in pair])
+    return F.unfold(padded, tuple(kernel), tuple(dilation), 0, tuple(stride))
+
+
+def _exact(x: Tensor, g: Tensor, *window: Ints) -> Tensor:
+    """(B, p, C, kh, kw) in float32."""
+    _check(x, g)
+    value = torch.einsum("bpt,bkt->bpk", g.flatten(2).to(torch.float32), _unfolded(x, g, *window))
+    return value.reshape(len(x), g.shape[1], x.shape[1], *window[0])
+
+
+def plain_squares(x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    """`conv_squares` in torch's own ops."""
+    return _exact(x, g, kernel, stride, padding, dilation).square().flatten(1).sum(1)
+
+
+def plain_gradients(x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    """`conv_gradients` in torch's own ops."""
+    return _exact(x, g, kernel, stride, padding, dilation).to(x.dtype)
+
+
+def plain_sum(c: Tensor, x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    """`conv_sum` in torch's own ops."""
+    _check(x, g)
+    g = (g.to(torch.float32) * c.to(torch.float32).view(-1, 1, 1, 1)).to(g.dtype)
+    patches = _unfolded(x, g, kernel, stride, padding, dilation)
+    value = torch.einsum("bpt,bkt->pk", g.flatten(2).to(torch.float32), patches)
+    return value.reshape(g.shape[1], x.shape[1], *kernel)
+
+
+_WINDOW = "int[] kernel, int[] stride, int[] padding, int[] dilation"
+_OPS = {
+    "conv_squares": (f"(Tensor x, Tensor g, {_WINDOW}) -> Tensor", plain_squares, launched_squares),
+    "conv_gradients": (f"(Tensor x, Tensor g, {_WINDOW}) -> Tensor", plain_gradients, launched_gradients),
+    "conv_sum": (f"(Tensor c, Tensor x, Tensor g, {_WINDOW}) -> Tensor", plain_sum, launched_sum),
+}
+for _name, (_schema, _plain, _launched) in _OPS.items():
+    # With strides as they come: a compiler need not copy what the kernel may be about to copy, or to take as it is.
+    library.define(_name + _schema, tags=(torch.Tag.flexible_layout,))
+    library.impl(_name, _plain, "CPU")
+    library.impl(_name, _launched, "CUDA")
+
+
+@torch.library.register_fake("eachgrad::conv_squares", lib=library)
+def _(x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    return x.new_empty((x.shape[0],), dtype=torch.float32)
+
+
+@torch.library.register_fake("eachgrad::conv_gradients", lib=library)
+def _(x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    return x.new_empty((x.shape[0], g.shape[1], x.shape[1], *kernel))
+
+
+@torch.library.register_fake("eachgrad::conv_sum", lib=library)
+def _(c: Tensor, x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    return x.new_empty((g.shape[1], x.shape[1], *kernel), dtype=torch.float32)
+
+
+def conv_squares(x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    """|gradient of sample b|^2 of the weight (p, C, kh, kw), in float32: (B,)."""
+    return torch.ops.eachgrad.conv_squares(x, g, kernel, stride, padding, dilation)
+
+
+def conv_gradients(x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    """The gradients of the samples (B, p, C, kh, kw), added in float32 and given in x's dtype."""
+    return torch.ops.eachgrad.conv_gradients(x, g, kernel, stride, padding, dilation)
+
+
+def conv_sum(c: Tensor, x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    """sum_b c[b] (gradient of sample b) in float32, (p, C, kh, kw); c[b] g[b] is rounded to the dtype of g."""
+    return torch.ops.eachgrad.conv_sum(c, x, g, kernel, stride, padding, dilation)

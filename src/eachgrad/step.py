@@ -1,0 +1,99 @@
+"""A traced step, compiled: what it is given, and where it says whether its answers can be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from eachgrad.alignment import align
+from eachgrad.functions import without_autocast
+from eachgrad.kernels.signals import Slot
+from eachgrad.replay import Replay
+
+
+@dataclass(frozen=True)
+class Step:
+    call: Callable[[Sequence[Any]], tuple[Tensor, ...]]  # of all arguments of the graph
+    slots: list[Slot]
+
+    def run(self, args: tuple) -> tuple[Tensor, ...]:
+        """The losses and the answers, or what will be them: `has_doubt` is to be asked next."""
+        for slot in self.slots:
+            slot.clear()
+        try:
+            # Tracing has put the casts of autocast into the graph: on top of them it would cast the answers too.
+            with torch.no_grad(), without_autocast():
+                _, *found = self.call(args)
+        except BaseException:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # or a flag of this step would be taken for one of the next
+            raise
+        return tuple(found)
+
+    def has_doubt(self) -> bool:
+        raised = [slot.wait() for slot in self.slots]  # every one: what comes late is not the next step's
+        return any(raised)
+
+    @property
+    def reason(self) -> str:
+        """Why it has no CUDA graph, where one was asked for."""
+        return self.call.reason if isinstance(self.call, Replay) else ""
+
+    def release(self) -> None:
+        """Give memory back that is needed again only when the step runs next."""
+        if isinstance(self.call, Replay):
+            self.call.release()
+
+
+def compiled(
+    traced: GraphModule, held: dict[int, nn.Parameter], slots: list[Slot], options: dict[str, Any], pool: Any,
+    given: frozenset[int],
+) -> Step:  # fmt: skip
+    """The step of a traced graph, for `torch.compile` with these options.
+
+    `held` are the arguments that are parameters, by their places, and `given` the places of those that are the batch;
+    with a `pool` of memory it is a CUDA graph.
+    """
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    if not any(map(_changes, traced.graph.nodes)):  # two buffers that are written to are not one
+        traced.graph = fx_graph_cse(traced.graph)
+        align(traced.graph)
+        traced.recompile()
+    step: Any = torch.compile(_Traced(traced, held), fullgraph=True, dynamic=False, **options)
+
+    def call(args: Sequence[Any]) -> tuple[Tensor, ...]:
+        return step([a for k, a in enumerate(args) if k not in held])
+
+    if pool is None or _writes_into_arguments(traced):
+        return Step(call, slots)
+    return Step(Replay(call, given, pool), slots)
+
+
+class _Traced(nn.Module):
+    """A traced step that has its parameters, whose addresses the compiler may rely on, and is given the rest."""
+
+    def __init__(self, traced: GraphModule, held: dict[int, nn.Parameter]):
+        super().__init__()
+        self.traced, self.places = traced, tuple(held)
+        self.held = nn.ParameterList(held.values())
+
+    def forward(self, rest: list[Any]) -> tuple[Tensor, ...]:
+        given, held = iter(rest), dict(zip(self.places, self.held, strict=True))
+        total = len(rest) + len(held)
+        return self.traced(*[held[k] if k in held else next(given) for k in range(total)])
+
+
+def _changes(node: Node) -> bool:
+    """Whether an op changes its arguments."""
+    return getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+
+
+def _writes_into_arguments(traced: GraphModule) -> bool:
+    changing = filter(_changes, traced.graph.nodes)
+    return any(a.op == "placeholder" for node in changing for a in node.all_input_nodes)

@@ -1,0 +1,114 @@
+"""When a CUDA graph is captured, replayed and given up, with a stand-in for the graph where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from eachgrad import replay
+
+
+class Recorded:
+    """Runs the call again on the tensors that it was captured with, and writes where it wrote then."""
+
+    def __init__(self, call, args):
+        self.call, self.args = call, args
+        self.outputs = tuple(t.clone().fill_(float("nan")) for t in call(args))  # capturing computes nothing
+
+    def replay(self):
+        for out, value in zip(self.outputs, self.call(self.args), strict=True):
+            out.copy_(value)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    def captured(call, args, pool):
+        graph = Recorded(call, args)
+        return graph, graph.outputs
+
+    monkeypatch.setattr(replay, "captured", captured)
+    monkeypatch.setattr(replay, "on_gpu", lambda t: True)
+
+
+def product(args) -> tuple[Tensor, ...]:
+    w, x, shift = args
+    return (x @ w + shift,)
+
+
+def problem():
+    torch.manual_seed(0)
+    return torch.randn(3, 2), torch.randn(2)
+
+
+def test_every_batch_has_its_own_answer(fake):
+    w, shift = problem()
+    step = replay.Replay(product, frozenset([1]), None)
+    for _ in range(5):
+        x = torch.randn(4, 3)
+        torch.testing.assert_close(step((w, x, shift))[0], x @ w + shift)
+        w += 0.1  # an update in place is seen
+    assert step.captures == 1
+
+
+def test_an_answer_is_overwritten_by_the_next(fake):
+    w, shift = problem()
+    step = replay.Replay(product, frozenset([1]), None)
+    answers = [step((w, torch.randn(4, 3), shift))[0] for _ in range(3)]
+    assert answers[1] is answers[2]
+
+
+def test_a_tensor_that_lies_elsewhere_is_another_graph(fake):
+    w, shift = problem()
+    step = replay.Replay(product, frozenset([1]), None)
+    x = torch.randn(4, 3)
+    for k in range(4):
+        step((w, x, shift))
+        if k == 2:
+            w.data = w.data.clone() + 1.0  # the same parameter elsewhere
+    torch.testing.assert_close(step((w, x, shift))[0], x @ w + shift)
+    assert step.captures == 2
+
+
+def test_tensors_that_move_every_time_are_given_up(fake):
+    w, shift = problem()
+    step = replay.Replay(product, frozenset([1]), None)
+    kept = []
+    for _ in range(replay.MOST + 3):
+        kept.append(shift.clone())
+        x = torch.randn(4, 3)
+        torch.testing.assert_close(step((w, x, kept[-1]))[0], x @ w + shift)
+    assert "elsewhere" in step.reason
+    assert step.graph is None
+
+
+def test_released_memory_is_captured_again(fake):
+    w, shift = problem()
+    step = replay.Replay(product, frozenset([1]), None)
+    for _ in range(2 * replay.MOST):
+        x = torch.randn(4, 3)
+        torch.testing.assert_close(step((w, x, shift))[0], x @ w + shift)
+        step.release()
+    assert not step.reason
+
+
+def test_what_is_not_on_a_gpu_has_no_graph():
+    w, shift = problem()
+    step = replay.Replay(product, frozenset([1]), None)
+    for _ in range(3):
+        x = torch.randn(4, 3)
+        torch.testing.assert_close(step((w, x, shift))[0], x @ w + shift)
+    assert step.reason == "a tensor is not on the GPU"
+
+
+def test_what_cannot_be_captured_runs_without(fake, monkeypatch):
+    def captured(call, args, pool):
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setattr(replay, "captured", captured)
+    w, shift = problem()
+    step = replay.Replay(product, frozenset([1]), None)
+    for _ in range(3):
+        x = torch.randn(4, 3)
+        torch.testing.assert_close(step((w, x, shift))[0], x @ w + shift)
+    assert step.reason == "it cannot be captured: operation not permitted when stream is capturing"
