@@ -70,6 +70,8 @@ class Contender:
     build: Build
     package: str | None = None  # what it needs beside torch
     private: bool = True  # whether it clips, and so adds noise, in a private step
+    kernel: bool = False  # whether its noise is eachgrad's own, in one launch for all parameters
+    graphs: bool = False  # whether it holds on to memory for a CUDA graph
 
     @property
     def missing(self) -> bool:
@@ -130,7 +132,9 @@ def eachgrad_eager(task: Task) -> Built:
 
 def eachgrad_compiled(task: Task, mode: str | None = None) -> Built:
     setup = task.setup
-    ask = eachgrad.compile(setup.model, setup.losses, **task.compiler(mode), **_queries(task.work))  # type: ignore[arg-type]
+    # Each answer is used before the next call.
+    options = task.compiler(mode) | {"copies": False}
+    ask = eachgrad.compile(setup.model, setup.losses, **options, **_queries(task.work))  # type: ignore[arg-type]
 
     def call() -> Found:
         with task.autocast():
@@ -226,10 +230,10 @@ CONTENDERS: dict[str, Contender] = {
     for c in (
         Contender("plain", plain, private=False),
         Contender("plain_compiled", plain_compiled, private=False),
-        Contender("plain_graphs", partial(plain_compiled, mode="reduce-overhead"), private=False),
-        Contender("eachgrad", eachgrad_eager),
-        Contender("eachgrad_compiled", eachgrad_compiled),
-        Contender("eachgrad_graphs", partial(eachgrad_compiled, mode="reduce-overhead")),
+        Contender("plain_graphs", partial(plain_compiled, mode="reduce-overhead"), private=False, graphs=True),
+        Contender("eachgrad", eachgrad_eager, kernel=True),
+        Contender("eachgrad_compiled", eachgrad_compiled, kernel=True),
+        Contender("eachgrad_graphs", partial(eachgrad_compiled, mode="reduce-overhead"), kernel=True, graphs=True),
         Contender("opacus", opacus, "opacus"),
         Contender("opacus_ghost", opacus_ghost, "opacus"),
         Contender("vmap", vmap),

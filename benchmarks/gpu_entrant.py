@@ -17,6 +17,9 @@ from memory import peak
 from timing import WARM_UP
 from torch import Tensor
 
+from eachgrad.kernels.noise import noisy
+
+SEED = 0
 RATE, NOISE = 1e-6, 1e-3  # small, so that every step is one of the same model
 SECONDS, MOST = 0.1, 10  # a contender's share of a round: about this long, and no more steps than that
 TOLERANCE = {"bf16": 5e-2, "fp32": 1e-3}
@@ -77,12 +80,14 @@ class Entrant:
         task = dataclasses.replace(task, setup=dataclasses.replace(task.setup, model=model))
         self.model, self.update, self.calls = model, update, 0
         self.noisy = task.work == "private" and contender.private
+        self.kernel = self.noisy and contender.kernel and on_gpu()
+        self.graphs = contender.graphs
         # By name: Opacus' own layers have another order, which would be another graph of the update.
         self.parameters = dict(sorted(task.parameters.items()))
         self.row: Row = {}
         self.times: list[float] = []
         clean()
-        before = torch.cuda.memory_allocated() if on_gpu() else 0
+        before = self.used() if on_gpu() else 0
         start = time.perf_counter()
         built = contender.build(task)
         self.call, self.note = built.call, built.note
@@ -110,7 +115,10 @@ class Entrant:
     def step(self) -> None:
         """Everything from the inputs to the updated parameters."""
         found = self.answer()
-        self.update(list(self.parameters.values()), [found.grads[n] for n in self.parameters], self.noisy)
+        grads = [found.grads[n] for n in self.parameters]
+        if self.kernel:  # in place: the answer is nobody else's
+            noisy(grads, grads, 1.0, NOISE, 1.0, SEED, self.calls)
+        self.update(list(self.parameters.values()), grads, self.noisy and not self.kernel)
 
     def peak(self, before: int) -> int:
         """The most bytes during a step above the model, with whatever the contender keeps between steps."""
@@ -120,7 +128,11 @@ class Entrant:
         torch.cuda.reset_peak_memory_stats()
         self.step()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return (torch.cuda.max_memory_reserved() if self.graphs else torch.cuda.max_memory_allocated()) - before
+
+    def used(self) -> int:
+        """Bytes of tensors; with a CUDA graph, which keeps what it once took, of all memory that is not free."""
+        return torch.cuda.memory_reserved() if self.graphs else torch.cuda.memory_allocated()
 
     def run(self) -> None:
         """Time a few steps; those that measure where the samples lie run before, on a clock of their own."""

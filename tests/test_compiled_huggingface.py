@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -42,15 +42,11 @@ def words(seed: int) -> Batch:
 
 
 def padded(seed: int) -> Batch:
-    """Words, a mask that leaves out some of them (every third one: none), and sentences of two kinds."""
+    """Words, a mask that leaves out some of them (at every third seed: none), and sentences of two kinds."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, T + 1, (B, 1), generator=generator) if seed % 3 else torch.full((B, 1), T)
     kinds = torch.randint(2, (B, T), generator=generator)
     return families.ids(generator, B, T), (torch.arange(T) < lengths).long(), kinds
-
-
-def padded_words(seed: int) -> Batch:
-    return padded(seed)[:2]
 
 
 def images(seed: int) -> Batch:
@@ -71,10 +67,16 @@ def classes(model: nn.Module, pixels: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(pixel_values=pixels).logits, labels, reduction="none")
 
 
-def hidden_words(model: nn.Module, ids: Tensor, mask: Tensor, kinds: Tensor | None = None) -> Tensor:
-    logits = model(input_ids=ids, attention_mask=mask, token_type_ids=kinds).logits
-    each = F.cross_entropy(logits.transpose(1, 2), ids, reduction="none")
-    return (each * mask).sum(1) / mask.sum(1)
+def masked_words(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    return _masked(model(input_ids=ids, attention_mask=mask), ids, mask)
+
+
+def masked_words_of_kinds(model: nn.Module, ids: Tensor, mask: Tensor, kinds: Tensor) -> Tensor:
+    return _masked(model(input_ids=ids, attention_mask=mask, token_type_ids=kinds), ids, mask)
+
+
+def _masked(output: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    return families.every_word(output, {"input_ids": ids, "attention_mask": mask})
 
 
 # Models
@@ -120,19 +122,23 @@ CASES = {
     "ViT": Case(
         built("ViTForImageClassification", "ViTConfig", **(families.IMAGE | {"num_hidden_layers": 1})), classes, images
     ),
-    "BERT": Case(lambda: built("BertForMaskedLM", "BertConfig", **ONE)().eval(), hidden_words, padded),
+    "BERT": Case(lambda: built("BertForMaskedLM", "BertConfig", **ONE)().eval(), masked_words_of_kinds, padded),
     "Llama with LoRA": Case(lora, next_word, words),
 }
 
 
-def questions() -> dict[str, Any]:
-    return {"norms": eachgrad.norms(), "grad": eachgrad.clipped_sum(0.5), "mean": eachgrad.mean()}
+def questions(bound: float = 0.5) -> dict[str, Any]:
+    return {"norms": eachgrad.norms(), "grad": eachgrad.clipped_sum(bound), "mean": eachgrad.mean()}
 
 
-def answers(dense: dict[str, Tensor]) -> dict[str, Any]:
+def norms_of(dense: dict[str, Tensor]) -> Tensor:
+    return torch.stack([g.flatten(1).square().sum(1) for g in dense.values()]).sum(0).sqrt()
+
+
+def answers(dense: dict[str, Tensor], bound: float) -> dict[str, Any]:
     """The truth for `questions`, from each sample's gradient."""
-    size = torch.stack([g.flatten(1).square().sum(1) for g in dense.values()]).sum(0).sqrt()
-    factor = (0.5 / size).clamp(max=1)
+    size = norms_of(dense)
+    factor = (bound / size).clamp(max=1)
     clipped = {name: torch.einsum("b,b...->...", factor, g) for name, g in dense.items()}
     return {"norms": size, "grad": clipped, "mean": {name: g.mean(0) for name, g in dense.items()}}
 
@@ -154,7 +160,8 @@ def assert_compiled(ask: Any) -> None:
 def test_the_same_as_in_eager_and_as_a_loop(name: str):
     case = CASES[name]
     model = case.build()
-    ask = eachgrad.compile(model, case.losses, backend="aot_eager", **questions())
+    bound = float(norms_of(case.truth(model, case.data(0))).mean())  # some are clipped, and some are not
+    ask = eachgrad.compile(model, case.losses, backend="aot_eager", **questions(bound))
     for k in range(6):  # the third, fifth and sixth by the compiled step
         batch = case.data(k)
         found = []
@@ -164,14 +171,11 @@ def test_the_same_as_in_eager_and_as_a_loop(name: str):
         got, eager, dense = found
         assert_agree(got, vars(eager), EXACT)
         assert_same({"losses": got.losses}, {"losses": eager.losses}, EXACT)
-        assert_agree(got, answers(dense), EXACT)
-        assert 0.5 < got.norms.max()  # something is clipped
+        assert_agree(got, answers(dense, bound), EXACT)
     assert_compiled(ask)
     assert len(ask.graphs[0].step) == 1
     assert all(p.grad is None for p in model.parameters())
-    trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    assert set(got.grad) == trained
-    assert ("lm_head.weight" in trained) == (name == "Llama")  # GPT-2's and BERT's are tied, and an adapter's is frozen
+    assert set(got.grad) == {n for n, p in model.named_parameters() if p.requires_grad}
 
 
 def test_masks_are_drawn_anew_at_each_call():
@@ -191,11 +195,9 @@ def test_masks_are_drawn_anew_at_each_call():
     assert ask.reasons() == []
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
-def test_by_the_real_compiler(name: str):
-    case = CASES[name]
-    model = case.build()
-    ask = eachgrad.compile(model, case.losses, **questions())
+def test_by_the_real_compiler():
+    case = CASES["GPT-2"]
+    ask = eachgrad.compile(case.build(), case.losses, **questions())
     for k in range(3):
         batch = case.data(k)
         assert_agree(ask(*batch), vars(ask.eager(batch)), EXACT)
@@ -215,15 +217,17 @@ def test_under_autocast(name: str):
     assert_compiled(ask)
 
 
-@pytest.mark.xfail(reason="kinds that BERT looks up by ids of its own are differentiated by a loop, which is not traced")
+@pytest.mark.xfail(
+    raises=AssertionError, reason="what is looked up by ids the model makes itself goes by a loop, which is not traced"
+)
 def test_kinds_of_sentences_that_are_not_given():
     """Ids of zeros (B, T), made from a buffer: in the graph they are a constant, and the lookup is a derived weight."""
-    case = CASES["BERT"]
+    case = replace(CASES["BERT"], losses=masked_words, data=lambda seed: padded(seed)[:2])
     model = case.build()
     ask = eachgrad.compile(model, case.losses, backend="aot_eager", norms=eachgrad.norms())
     for k in range(3):
-        batch = padded_words(k)
-        assert_same({"norms": ask(*batch).norms}, {"norms": answers(case.truth(model, batch))["norms"]}, EXACT)
+        batch = case.data(k)
+        assert_same({"norms": ask(*batch).norms}, {"norms": norms_of(case.truth(model, batch))}, EXACT)
     assert_compiled(ask)
 
 

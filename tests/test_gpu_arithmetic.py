@@ -43,9 +43,11 @@ def tied():
     return Sum((Outer(random(B, 3, 31), random(B, 3, 7)), Rows(torch.randint(31, (B, 5)), random(B, 5, 7), 31)))
 
 
-def convolution(size, channels, outputs):
-    geometry = Geometry((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), 1)
-    return Patches(random(B, 1, channels, size, size), random(B, 1, outputs, size, size), geometry)
+def convolution(size, channels, outputs, kernel=3, stride=1, padding=(1, 1), dilation=1, groups=1, maps=1, dims=2):
+    geometry = Geometry((kernel,) * dims, (stride,) * dims, (padding,) * dims, (dilation,) * dims, groups)
+    out = (size + sum(padding) - dilation * (kernel - 1) - 1) // stride + 1
+    x, g = random(B, maps, channels, *[size] * dims), random(B, maps, outputs, *[out] * dims)
+    return Patches(x, g, geometry)
 
 
 BLOCKS = {
@@ -54,7 +56,13 @@ BLOCKS = {
     "direct": lambda: Outer(random(B, 50, 9), random(B, 50, 6)),
     "tied": tied,
     "pixels": lambda: convolution(4, 16, 16),
-    "unfolded": lambda: convolution(9, 2, 3),
+    "implicit": lambda: convolution(9, 2, 3),
+    "implicit, strided": lambda: convolution(21, 5, 7, kernel=5, stride=2, padding=(2, 3), dilation=1),
+    "implicit, dilated": lambda: convolution(11, 3, 4, padding=(2, 2), dilation=2),
+    "implicit, 1 x 1": lambda: convolution(9, 6, 3, kernel=1, padding=(0, 0)),
+    "unfolded, two maps": lambda: convolution(7, 2, 3, maps=2),
+    "unfolded, in groups": lambda: convolution(9, 4, 6, groups=2),
+    "unfolded, one dimension": lambda: convolution(70, 8, 12, dims=1),
     "dense": lambda: Dense(random(B, 5, 4)),
     # Gradients that sum to zero over the positions, inputs with a strong common direction.
     "cancelling": lambda: Outer((lambda g: g - g.float().mean(1, keepdim=True).bfloat16())(random(B, 64, 96)),
@@ -73,9 +81,9 @@ def gradients(block):
     if isinstance(block, Rows):
         hot = F.one_hot(block.index, block.size).double()
         return (hot.mT @ block.value.double()).flatten(1)
-    x, g = block.x.double()[:, 0], block.g.double()[:, 0]
-    columns = F.unfold(x, block.geometry.kernel, padding=1)
-    return (g.flatten(2) @ columns.mT).flatten(1)
+    g, columns = block.g.double(), block.geometry.unfold(block.x.double(), block.g.shape[3:])
+    g = g.movedim(2, 1).reshape(B, block.geometry.groups, -1, columns.shape[-1])
+    return (g @ columns.mT).flatten(1)
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -23,7 +23,7 @@ class Recorded:
 
 @pytest.fixture
 def fake(monkeypatch):
-    def captured(call, args, pool):
+    def captured(call, args):
         graph = Recorded(call, args)
         return graph, graph.outputs
 
@@ -43,7 +43,7 @@ def problem():
 
 def test_every_batch_has_its_own_answer(fake):
     w, shift = problem()
-    step = replay.Replay(product, frozenset([1]), None)
+    step = replay.Replay(product, frozenset([1]))
     for _ in range(5):
         x = torch.randn(4, 3)
         torch.testing.assert_close(step((w, x, shift))[0], x @ w + shift)
@@ -53,14 +53,14 @@ def test_every_batch_has_its_own_answer(fake):
 
 def test_an_answer_is_overwritten_by_the_next(fake):
     w, shift = problem()
-    step = replay.Replay(product, frozenset([1]), None)
+    step = replay.Replay(product, frozenset([1]))
     answers = [step((w, torch.randn(4, 3), shift))[0] for _ in range(3)]
     assert answers[1] is answers[2]
 
 
 def test_a_tensor_that_lies_elsewhere_is_another_graph(fake):
     w, shift = problem()
-    step = replay.Replay(product, frozenset([1]), None)
+    step = replay.Replay(product, frozenset([1]))
     x = torch.randn(4, 3)
     for k in range(4):
         step((w, x, shift))
@@ -72,7 +72,7 @@ def test_a_tensor_that_lies_elsewhere_is_another_graph(fake):
 
 def test_tensors_that_move_every_time_are_given_up(fake):
     w, shift = problem()
-    step = replay.Replay(product, frozenset([1]), None)
+    step = replay.Replay(product, frozenset([1]))
     kept = []
     for _ in range(replay.MOST + 3):
         kept.append(shift.clone())
@@ -84,7 +84,7 @@ def test_tensors_that_move_every_time_are_given_up(fake):
 
 def test_released_memory_is_captured_again(fake):
     w, shift = problem()
-    step = replay.Replay(product, frozenset([1]), None)
+    step = replay.Replay(product, frozenset([1]))
     for _ in range(2 * replay.MOST):
         x = torch.randn(4, 3)
         torch.testing.assert_close(step((w, x, shift))[0], x @ w + shift)
@@ -94,7 +94,7 @@ def test_released_memory_is_captured_again(fake):
 
 def test_what_is_not_on_a_gpu_has_no_graph():
     w, shift = problem()
-    step = replay.Replay(product, frozenset([1]), None)
+    step = replay.Replay(product, frozenset([1]))
     for _ in range(3):
         x = torch.randn(4, 3)
         torch.testing.assert_close(step((w, x, shift))[0], x @ w + shift)
@@ -102,12 +102,12 @@ def test_what_is_not_on_a_gpu_has_no_graph():
 
 
 def test_what_cannot_be_captured_runs_without(fake, monkeypatch):
-    def captured(call, args, pool):
+    def captured(call, args):
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
     monkeypatch.setattr(replay, "captured", captured)
     w, shift = problem()
-    step = replay.Replay(product, frozenset([1]), None)
+    step = replay.Replay(product, frozenset([1]))
     for _ in range(3):
         x = torch.randn(4, 3)
         torch.testing.assert_close(step((w, x, shift))[0], x @ w + shift)

@@ -63,11 +63,9 @@ class Compiled:
             raise ValueError("losses is the name of the losses themselves: ask under another name")
         self.model, self.loss_fn, self.queries = model, loss_fn, queries
         self.batch_dim, self.pad_to = batch_dim, pad_to
-        graphs = options.get("mode") in _WITHOUT_GRAPHS and torch.cuda.is_available()
+        self.replays = options.get("mode") in _WITHOUT_GRAPHS and torch.cuda.is_available()
         self.options = options | {"mode": _WITHOUT_GRAPHS.get(options.get("mode"), options.get("mode"))}
-        # Of CUDA graphs: one after another they may use the same memory.
-        self.pool = torch.cuda.graph_pool_handle() if graphs else None
-        self.lends = self.pool is None or not copies
+        self.lends = not self.replays or not copies
         self.graphs: list[Graph] = []
         self._given: Given | None = None
         self._answer: Answer | None = None

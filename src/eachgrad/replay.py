@@ -7,6 +7,7 @@ buffers are read where they were when it was captured, and its answers are overw
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,19 +21,30 @@ Call = Callable[[Sequence[Any]], tuple[Tensor, ...]]
 MOST = 8  # captures, after which a step whose tensors move is run without a graph
 
 
-def captured(call: Call, args: Sequence[Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+def captured(call: Call, args: Sequence[Any]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
     """A graph of the call, and the tensors that hold what it returns after a replay."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        return graph, call(args)
+    graph, was_on = torch.cuda.CUDAGraph(), gc.isenabled()
+    gc.collect()
+    gc.disable()  # what it frees on the way, such as a module of kernels, may be forbidden during a capture
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            return graph, call(args)
+    except RuntimeError:
+        # The generator would take itself to be in a capture for ever.
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class Replay:
     """Calls `call(args)` as it is once, which compiles it, and by a graph from then on."""
 
-    def __init__(self, call: Call, copied: frozenset[int], pool: Any):
+    def __init__(self, call: Call, copied: frozenset[int]):
         """`copied`: the places of the arguments that are copied, since they are others every time."""
-        self.call, self.copied, self.pool = call, copied, pool
+        self.call, self.copied = call, copied
         self.warm = False
         self.captures = 0
         self.reason = ""  # why there is no graph
@@ -82,7 +94,7 @@ class Replay:
         self.own = [args[k].clone() for k in sorted(self.copied)]
         mine = dict(zip(sorted(self.copied), self.own, strict=True))
         try:
-            self.graph, self.outputs = captured(self.call, [mine.get(k, a) for k, a in enumerate(args)], self.pool)
+            self.graph, self.outputs = captured(self.call, [mine.get(k, a) for k, a in enumerate(args)])
         except RuntimeError as error:
             self._release()
             self.reason = f"it cannot be captured: {str(error).partition(chr(10))[0]}"

@@ -51,13 +51,13 @@ class Step:
 
 
 def compiled(
-    traced: GraphModule, held: dict[int, nn.Parameter], slots: list[Slot], options: dict[str, Any], pool: Any,
-    given: frozenset[int],
+    traced: GraphModule, held: dict[int, nn.Parameter], slots: list[Slot], options: dict[str, Any],
+    given: frozenset[int] | None,
 ) -> Step:  # fmt: skip
     """The step of a traced graph, for `torch.compile` with these options.
 
-    `held` are the arguments that are parameters, by their places, and `given` the places of those that are the batch;
-    with a `pool` of memory it is a CUDA graph.
+    `held` are the arguments that are parameters, by their places. Where `given` has the places of those that are the
+    batch, it is a CUDA graph.
     """
     from torch._functorch.compile_utils import fx_graph_cse
 
@@ -70,9 +70,9 @@ def compiled(
     def call(args: Sequence[Any]) -> tuple[Tensor, ...]:
         return step([a for k, a in enumerate(args) if k not in held])
 
-    if pool is None or _writes_into_arguments(traced):
+    if given is None or _writes_into_arguments(traced):
         return Step(call, slots)
-    return Step(Replay(call, given, pool), slots)
+    return Step(Replay(call, given), slots)
 
 
 class _Traced(nn.Module):

@@ -215,7 +215,7 @@ class Graph:
 
         traced = make_fx(self._step, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
         held = {k: a for k, (a, name) in enumerate(zip(args, self.names, strict=True)) if name is not None}
-        return compiled(traced, held, self.slots, self.owner.options, self.owner.pool, self.given)
+        return compiled(traced, held, self.slots, self.owner.options, self.given if self.owner.replays else None)
 
     def _step(self, *args: Any) -> tuple[Tensor, ...]:
         """Forward, backward and answers, as they are traced: whether the answers can be trusted, losses, answers."""

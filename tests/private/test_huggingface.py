@@ -1,93 +1,23 @@
-"""PrivateTrainer: the same parameters as a loop of run.step, the losses of the model itself, what is refused, resuming."""
+"""PrivateTrainer: the same parameters as a loop of run.step, compiled too, and resuming."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from private_runs import fixed
+from private_trainers import N, T, arguments, llama, privacy, texts, trainer
 from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import TrainerCallback
 
+import eachgrad
 from eachgrad.private import PrivacyError, make_private
-from eachgrad.private.huggingface import Privacy, PrivateTrainer, check_losses, per_sample_losses
-
-VOCABULARY, T, N = 20, 8, 24
-LLAMA = LlamaConfig(
-    vocab_size=VOCABULARY, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=2, max_position_embeddings=T,
-)  # fmt: skip
-BERT: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "max_position_embeddings": T, "num_labels": 3,
-}  # fmt: skip
-
-
-def texts(n: int = N) -> list[dict[str, Tensor]]:
-    """Sequences that count upwards, with some labels left out."""
-    found = []
-    for k in range(n):
-        ids = (torch.arange(T) + k) % VOCABULARY
-        found.append({"input_ids": ids, "labels": torch.where(torch.arange(T) < k % 4, -100, ids)})
-    return found
-
-
-def llama(lora: bool = True) -> nn.Module:
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LLAMA)
-    if not lora:
-        return model
-    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-
-
-def arguments(folder: Path, **more: Any) -> TrainingArguments:
-    given: dict[str, Any] = {
-        "per_device_train_batch_size": 6, "max_steps": 8, "max_grad_norm": 0, "save_strategy": "no", "report_to": "none",
-        "lr_scheduler_type": "constant", "disable_tqdm": True, "use_cpu": True, "logging_steps": 2,
-    }  # fmt: skip
-    return TrainingArguments(output_dir=str(folder), **(given | more))
-
-
-def privacy(**more: Any) -> Privacy:
-    given: dict[str, Any] = {
-        "target_delta": 1e-3, "noise_multiplier": 1.0, "max_grad_norm": 0.5, "accountant": "rdp",
-    }  # fmt: skip
-    return Privacy(**(given | more))
-
-
-def trainer(
-    folder: Path, model: nn.Module | None = None, guarantee: Privacy | None = None, **more: Any
-) -> PrivateTrainer:
-    """A trainer with plain SGD; arguments that are not a Trainer's own go to TrainingArguments."""
-    model = llama() if model is None else model
-    own = {
-        name: more.pop(name) for name in ("loss_fn", "callbacks", "train_dataset", "compute_loss_func") if name in more
-    }
-    sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
-    return PrivateTrainer(
-        model=model, args=arguments(folder, **more), optimizers=(sgd, None), privacy=guarantee or privacy(),
-        **({"train_dataset": texts()} | own),
-    )  # fmt: skip
+from eachgrad.private.huggingface import Privacy, PrivateTrainer, per_sample_losses
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
@@ -119,6 +49,49 @@ def test_the_trainer_takes_the_steps_of_a_plain_loop(tmp_path, lora, more):
     assert output.training_loss == pytest.approx(sum(losses) / 8, rel=1e-5)
     first, *_, last = used.state.log_history
     assert first["epsilon"] < last["epsilon"] == output.metrics["epsilon"] == run.epsilon()
+
+
+@pytest.fixture
+def _quick_compiler(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(eachgrad, "compile", partial(eachgrad.compile, backend="aot_eager"))
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_quick_compiler")
+@pytest.mark.filterwarnings("ignore:.*is_fx_tracing will return true:UserWarning")
+@pytest.mark.parametrize("more", [{}, {"bf16": True}], ids=["float32", "bf16"])
+@pytest.mark.parametrize("lora", [True, False])
+def test_compiled_and_eager_steps_are_the_same(tmp_path, lora, more):
+    eager, compiled = (
+        trainer(tmp_path, llama(lora), privacy(generator=fixed(), compile=way), **more) for way in (False, True)
+    )
+    for used in (eager, compiled):
+        used.train()
+    ask = compiled.run.engine.ask
+    assert ask.reasons() == []
+    assert [bool(graph.step) for graph in ask.graphs] == [True]
+    for name, p in eager.model.named_parameters():
+        torch.testing.assert_close(compiled.model.get_parameter(name), p, rtol=1e-5, atol=1e-6)
+        assert torch.equal(p, llama(lora).get_parameter(name)) != p.requires_grad
+
+
+@pytest.mark.parametrize("enable", [True, False], ids=["by the model", "by the arguments"])
+@pytest.mark.parametrize("lora", [True, False])
+def test_checkpoints_inside_the_model_are_not_compiled(tmp_path, lora, enable):
+    model = llama(lora)
+    if enable:
+        model.gradient_checkpointing_enable()
+    more: dict[str, Any] = {"max_steps": 1} if enable else {"max_steps": 1, "gradient_checkpointing": True}
+    with pytest.raises(
+        PrivacyError, match=r"Privacy\(compile=True\) and gradient checkpointing.*leave one of them out"
+    ):
+        trainer(tmp_path, model, privacy(compile=True), **more).train()
+    used = trainer(tmp_path, model, privacy(), **more)
+    used.train()
+    assert used.run.spent == 1
+    assert used.run.engine.pad_to is None
 
 
 def test_samples_are_drawn_one_by_one_and_nobody_at_times(tmp_path):
@@ -186,134 +159,6 @@ def test_a_module_with_losses_of_its_own(tmp_path):
     )  # fmt: skip
     with pytest.raises(PrivacyError, match="one loss for each sample"):
         mean.train()
-
-
-def own_models() -> dict[str, tuple[nn.Module, bool]]:
-    torch.manual_seed(0)
-    gpt2 = GPT2Config(vocab_size=VOCABULARY, n_positions=T, n_embd=8, n_layer=1, n_head=2)
-    return {
-        "Llama": (LlamaForCausalLM(LLAMA), False),
-        "Llama with LoRA": (llama(), False),
-        "GPT-2": (GPT2LMHeadModel(gpt2), False),
-        "BERT, masked": (BertForMaskedLM(BertConfig(**BERT)), False),
-        "BERT, tokens": (BertForTokenClassification(BertConfig(**BERT)), False),
-        "BERT, sequences": (BertForSequenceClassification(BertConfig(**BERT)), True),
-    }
-
-
-@pytest.mark.parametrize("name", list(own_models()))
-def test_each_loss_is_the_models_own_for_that_sample(name):
-    model, one_label = own_models()[name]
-    model.eval()
-    batch = {key: torch.stack([row[key] for row in texts(5)]) for key in ("input_ids", "labels")}
-    batch["labels"] = batch["labels"] % 3 if one_label or "tokens" in name else batch["labels"]
-    if one_label:
-        batch["labels"] = batch["labels"][:, -1]
-    elif "tokens" in name:
-        batch["labels"][0, :3] = -100
-    with torch.no_grad():
-        ours = per_sample_losses(model, batch)
-        alone = [model(**{key: value[k : k + 1] for key, value in batch.items()}).loss for k in range(5)]
-    torch.testing.assert_close(ours, torch.stack(alone), rtol=1e-5, atol=1e-6)
-
-
-def test_a_sample_without_labels_has_no_loss():
-    row = {"input_ids": torch.zeros(1, T, dtype=torch.long), "labels": torch.full((1, T), -100)}
-    assert per_sample_losses(llama(), row).tolist() == [0.0]
-
-
-def test_a_loss_that_is_another_is_refused():
-    model = LlamaForCausalLM(LLAMA)
-    rows = [{"input_ids": row["input_ids"][None], "labels": row["labels"][None]} for row in texts()]
-    model.train()
-    check_losses(model, rows, lambda samples: samples[0])
-    assert model.training
-    model.loss_function = lambda logits, labels, **_: 1.05 * F.cross_entropy(logits[0, :-1], labels[0, 1:])
-    with pytest.raises(PrivacyError, match=r"the loss of LlamaForCausalLM for one sample is .*pass loss_fn"):
-        check_losses(model, rows, lambda samples: samples[0])
-    with pytest.raises(PrivacyError, match="no sample of train_dataset has a finite loss"):
-        check_losses(llama(), [{**rows[0], "labels": torch.full((1, T), -100)}], lambda samples: samples[0])
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        T5ForConditionalGeneration(T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)),
-        BertForSequenceClassification(BertConfig(**BERT, problem_type="multi_label_classification")),
-        nn.Linear(3, 2),
-    ],
-    ids=lambda model: type(model).__name__,
-)
-def test_losses_that_are_not_known_are_refused(model):
-    with pytest.raises(PrivacyError, match=f"{type(model).__name__} returns one loss for a batch"):
-        per_sample_losses(model, texts(1)[0])
-
-
-REFUSED = {
-    "accumulation": ({"gradient_accumulation_steps": 2}, r"gradient_accumulation_steps=2.*max_physical_batch"),
-    "clipping": ({"max_grad_norm": 1.0}, r"max_grad_norm=1\.0\) scales down the sum.*pass max_grad_norm=0"),
-    "smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1.*one loss for each sample"),
-    "torch_compile": ({"torch_compile": True}, r"torch_compile=True.*Privacy\(compile=True\)"),
-    "batch finder": ({"auto_find_batch_size": True}, "auto_find_batch_size=True.*max_physical_batch"),
-    "sampler": ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length'"),
-    "tokens": ({"include_num_input_tokens_seen": "all"}, "include_num_input_tokens_seen='all'.*without noise"),
-    "loss function": ({"compute_loss_func": lambda *_, **__: None}, "compute_loss_func give one loss for a batch"),
-}
-
-
-@pytest.mark.parametrize("case", list(REFUSED))
-def test_refused_by_name(tmp_path, case):
-    given, message = REFUSED[case]
-    with pytest.raises(PrivacyError, match=message):
-        trainer(tmp_path, **given)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("fp16", True, r"fp16=True\) divides the gradients"),
-        ("deepspeed", {}, "deepspeed={}.*over processes"),
-        ("fsdp", "full_shard", "fsdp='full_shard'.*over processes"),
-        ("_n_gpu", 2, "2 devices are in use"),
-    ],
-)
-def test_refused_where_this_machine_would_not_let_them_be(tmp_path, name, value, message):
-    used = trainer(tmp_path)
-    setattr(used.args, name, value)
-    with pytest.raises(PrivacyError, match=message):
-        used.train()
-
-
-def test_an_overridden_loss_is_refused(tmp_path):
-    class Other(PrivateTrainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return super().compute_loss(*args, **kwargs)
-
-    with pytest.raises(PrivacyError, match="compute_loss and compute_loss_func"):
-        Other(model=llama(), args=arguments(tmp_path), train_dataset=texts(), privacy=privacy())
-
-
-def test_other_batches_and_wrapped_models_are_refused(tmp_path):
-    used = trainer(tmp_path)
-    with pytest.raises(PrivacyError, match="no loader outside"):
-        used.get_train_dataloader()
-    with pytest.raises(PrivacyError, match="a dict that the run has not drawn"):
-        used.training_step(used.model, texts()[0])
-
-    class Wrapping(TrainerCallback):
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            used.training_step(nn.DataParallel(used.model), None)
-
-    used.add_callback(Wrapping)
-    with pytest.raises(PrivacyError, match="wrapped in DataParallel"):
-        used.train()
-
-    class Ordinary(PrivateTrainer):
-        def get_train_dataloader(self) -> Any:
-            return Trainer.get_train_dataloader(self)
-
-    with pytest.raises(PrivacyError, match="that the run has not drawn"):
-        Ordinary(model=llama(), args=arguments(tmp_path), train_dataset=texts(), privacy=privacy()).train()
 
 
 class Crash(TrainerCallback):

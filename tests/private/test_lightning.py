@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import eachgrad
 from eachgrad.private import PrivacyError, make_private
 from eachgrad.private.lightning import Privacy, PrivateModule, TrainingSet, check_trainer
 
@@ -96,6 +98,22 @@ def test_the_trainer_takes_the_steps_of_a_plain_loop(tmp_path, options):
     assert float(shown["epsilon"]) == pytest.approx(run.epsilon(), rel=1e-6)
     assert float(shown["train_loss"]) == pytest.approx(result.loss, rel=1e-5)
     assert float(shown["clipped"]) == pytest.approx(result.clipped)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_fx_tracing will return true:UserWarning")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_compiled_and_eager_steps_are_the_same(tmp_path, monkeypatch, precision):
+    torch._dynamo.reset()
+    monkeypatch.setattr(eachgrad, "compile", partial(eachgrad.compile, backend="aot_eager"))
+    eager, compiled = (Table(generator=fixed(), compile=way) for way in (False, True))
+    for module in (eager, compiled):
+        trainer(tmp_path, precision=precision).fit(module)
+    ask = compiled.run.engine.ask
+    assert ask.reasons() == []
+    assert [bool(graph.step) for graph in ask.graphs] == [True]
+    for name, p in eager.net.named_parameters():
+        torch.testing.assert_close(compiled.net.get_parameter(name), p, rtol=1e-5, atol=1e-6)
+        assert not torch.equal(p, network().get_parameter(name))
 
 
 @pytest.mark.parametrize(

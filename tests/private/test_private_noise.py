@@ -13,7 +13,9 @@ from private_runs import WIDTH, N, fixed, make, parameters_of, table, train
 from scipy import stats
 from torch import Tensor, nn
 
-from eachgrad.private.noise import Secure, Source
+from eachgrad.kernels import noise as kernel
+from eachgrad.private import noise
+from eachgrad.private.noise import Fixed, Secure, Source, write_gradients
 from eachgrad.private.sampling import Poisson, Shuffled
 
 FALSE_ALARM = 1e-6
@@ -56,12 +58,28 @@ WAYS = {
     "secure": {"secure": True},
     "groups": {"clipping": "per_group"},
     "normalised": {"clipping": "normalised"},
-    "sixteen bits": {"model": wide(torch.bfloat16), "loss_fn": lambda out, y: out.float().sum(1)},
+    "sixteen bits": {"model": wide(torch.bfloat16), "loss_fn": lambda out, y: out.float().sum(1), "history": ()},
 }
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """What CUDA parameters go through, on a CPU: by the code that says what the kernel computes."""
+    monkeypatch.setattr(noise, "goes_together", lambda p: noise._wide(p.dtype) == torch.float32)
 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_the_noise_in_the_gradient_has_the_right_deviation(name):
+    deviates_rightly(name)
+
+
+@pytest.mark.usefixtures("together")
+@pytest.mark.parametrize("name", ["at once", "in pieces of five", "nobody drawn", "secure", "sixteen bits"])
+def test_the_noise_of_all_parameters_together_has_the_right_deviation(name):
+    deviates_rightly(name)
+
+
+def deviates_rightly(name: str) -> None:
     dataset = table()
     if name == "sixteen bits":
         dataset = torch.utils.data.TensorDataset(dataset.tensors[0].bfloat16(), dataset.tensors[1])
@@ -170,6 +188,133 @@ def test_only_a_fixed_generator_is_saved():
     assert make(generator=fixed()).state_dict()["generators"]["noise"] is not None
     for secure in (False, True):
         assert make(secure=secure).state_dict()["generators"] == {"noise": None, "sampling": None}
+
+
+# All parameters together
+
+FACTORS = (0.7, 3.0, 12.0)  # unit, deviation, divisor
+
+
+def several() -> dict[str, nn.Parameter]:
+    """Parameters of all kinds: some go together, those in float64 and complex ones go by themselves."""
+    dtypes = {
+        "a": torch.float32, "half": torch.bfloat16, "double": torch.float64, "b": torch.float32, "turned": torch.float32,
+        "half too": torch.float16, "complex": torch.complex64, "unused": torch.float32, "empty": torch.float32,
+    }  # fmt: skip
+    shapes = {"turned": (5, 7), "empty": (0, 3)}
+    found = {name: nn.Parameter(torch.zeros(shapes.get(name, (7, 5)), dtype=dtype)) for name, dtype in dtypes.items()}
+    found["turned"] = nn.Parameter(torch.zeros(7, 5).T)
+    return found
+
+
+def sums_of(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    wide = {name: noise._wide(p.dtype) for name, p in parameters.items() if name != "unused"}
+    sums = {n: torch.randn(parameters[n].shape, dtype=dtype, generator=generator) for n, dtype in wide.items()}
+    sums["turned"] = sums["turned"].T.contiguous().T
+    sums["b"] = sums["a"]  # two answers of a compiled graph may be one tensor
+    return sums
+
+
+@pytest.mark.usefixtures("together")
+def test_parameters_together_are_what_the_kernel_says():
+    parameters, source = several(), Fixed(fixed())
+    sums = sums_of(parameters)
+    before = {name: value.clone() for name, value in sums.items()}
+    for offset in range(2):
+        write_gradients(parameters, sums, *FACTORS, source)
+        seed = source.state()["counter"][0]
+        names = [name for name, p in parameters.items() if noise._wide(p.dtype) == torch.float32]
+        assert names == ["a", "half", "b", "turned", "half too", "unused", "empty"]
+        want = [torch.full(parameters[name].shape, float("nan")) for name in names]
+        kernel.plain([sums.get(name) for name in names], want, *FACTORS, seed, offset)
+        for name, value in zip(names, want, strict=True):
+            p = parameters[name]
+            assert torch.equal(p.grad, value.to(p.dtype)), name
+            assert p.grad.is_contiguous()
+            assert p.grad.dtype == p.dtype
+    assert not torch.equal(parameters["a"].grad, parameters["b"].grad)
+    assert all(torch.equal(value, before[name]) for name, value in sums.items()), "a sum was written over"
+    owned = {value.untyped_storage().data_ptr() for value in sums.values() if value.numel()}
+    grads = [p.grad.untyped_storage().data_ptr() for p in parameters.values() if p.numel()]
+    assert not owned & set(grads)
+    assert len(set(grads)) == len(grads)
+
+
+@pytest.mark.usefixtures("together")
+def test_a_gradient_that_was_kept_is_not_written_over():
+    parameters, source = several(), Source()
+    write_gradients(parameters, sums_of(parameters), *FACTORS, source)
+    kept = {name: p.grad for name, p in parameters.items()}
+    copies = {name: value.clone() for name, value in kept.items()}
+    write_gradients(parameters, {}, *FACTORS, source)
+    assert all(torch.equal(value, copies[name]) for name, value in kept.items())
+    assert not any(torch.equal(p.grad, kept[name]) for name, p in parameters.items() if p.numel())
+
+
+@pytest.mark.usefixtures("together")
+@pytest.mark.parametrize("source", [Source, Secure])
+def test_every_parameter_has_its_sum_under_the_noise(source):
+    """Without noise what comes back is the sum, whichever way it went."""
+    parameters = several()
+    sums = sums_of(parameters)
+    write_gradients(parameters, sums, 0.7, 0.0, 12.0, source())
+    for name, p in parameters.items():
+        want = 0.7 * sums[name] / 12.0 if name in sums else torch.zeros(p.shape)
+        torch.testing.assert_close(p.grad, want.to(p.dtype), rtol=1e-2 if "half" in name else 1e-6, atol=1e-7)
+
+
+def test_a_turn_is_taken_once():
+    first, second = Source(), Source()
+    turns = [source.turn() for source in (first, second) for _ in range(100)]
+    assert len(set(turns)) == 200
+    assert [offset for _, offset in turns[:100]] == list(range(100))
+    assert len({seed for seed, _ in turns[:100]}) == 1
+    assert all(0 <= seed < 1 << 64 for seed, _ in turns)
+    assert Secure().turn() is None
+
+
+def test_a_cpu_goes_as_before():
+    source = Source()
+    parameters = several()
+    write_gradients(parameters, {}, *FACTORS, source)
+    assert source.label == "torch's generator, seeded by the operating system"
+    source.turn()
+    assert source.label == "Philox4x32-10, seeded by the operating system"
+
+
+@pytest.mark.usefixtures("together")
+def test_a_fixed_generator_repeats_its_turns_from_its_state():
+    source = Fixed(fixed())
+    source.turn()
+    state = source.state()
+    want = [source.turn(), source.turn()]
+    other = Fixed(fixed(1))
+    other.turn()
+    other.restore(state)
+    assert [other.turn(), other.turn()] == want
+    assert Fixed(fixed()).state()["counter"] is None
+    run = train(make(generator=fixed()), 4)
+    again = make(generator=fixed(1))
+    again.load_state_dict(run.state_dict())
+    again.model.load_state_dict(run.model.state_dict())
+    ends = [parameters_of(train(one)) for one in (run, again)]
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
+@pytest.mark.usefixtures("together")
+def test_a_state_from_before_there_were_turns_is_restored():
+    """And what is drawn for the first time after it is the same as it would have been."""
+    source = Fixed(fixed())
+    source.normal(torch.empty(3), 1.0)
+    state = source.state()
+    del state["counter"]
+    want = source.turn(), source.normal(torch.empty(3), 1.0)
+    other = Fixed(fixed(1))
+    other.turn()
+    other.restore(state)
+    assert other.turn() == want[0]
+    assert torch.equal(other.normal(torch.empty(3), 1.0), want[1])
 
 
 # Sampling

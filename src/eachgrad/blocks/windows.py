@@ -75,6 +75,15 @@ class Geometry:
         spare = [n - reach for n, reach in zip(padded, self._reach(out), strict=True)]
         return all(n < s for n, s in zip(spare, self.stride, strict=True))
 
+    def windows(self, x: Tensor, out: torch.Size) -> Tensor:
+        """(..., *spatial) -> (..., *out): the sum of what each output reads."""
+        first = x.ndim - len(out)
+        for dim, size in enumerate(out):
+            k, shifts = first + dim, self._shifts(dim, x.shape[first + dim], size)
+            parts = [_widened(_both(x, k, k, pixels), k, k, outputs, size) for outputs, pixels in shifts]
+            x = reduce(torch.add, parts)
+        return x
+
     def gram(self, x: Tensor, out: torch.Size) -> Tensor:
         """(n, m, C, *spatial) -> (n, m L, m L): inner products of the patches that the L outputs of m maps read.
 

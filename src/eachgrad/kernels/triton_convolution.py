@@ -82,23 +82,23 @@ def squares_kernel(x, g, out, SIZES: tl.constexpr, WINDOW: tl.constexpr, TILES: 
 @triton.jit
 def gradients_kernel(x, g, out, SIZES: tl.constexpr, WINDOW: tl.constexpr, TILES: tl.constexpr,
                      BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
-    """out[b] = the gradient of sample b, (p, C, kh, kw)."""
+    """out[b] = the gradient of sample b, (p, kh, kw, C)."""
     tiles: tl.constexpr = TILES[0] * TILES[1]
-    taps: tl.constexpr = WINDOW[0] * WINDOW[1]
-    columns: tl.constexpr = taps * SIZES[2]
+    columns: tl.constexpr = WINDOW[0] * WINDOW[1] * SIZES[2]
     sample, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     o = tile // TILES[1] * BLOCK_P + tl.arange(0, BLOCK_P)
     column, channel, tap = _columns(tile % TILES[1] * BLOCK_C, SIZES, BLOCK_C)
     value = _gradient(x, g, sample, o, column, channel, tap, SIZES, WINDOW, BLOCK_P, BLOCK_C, BLOCK_T)
     out += sample.to(tl.int64) * (SIZES[3] * columns)
-    place = o[:, None] * columns + (channel * taps + tap)
+    place = o[:, None] * columns + column
     tl.store(out + place, value.to(out.dtype.element_ty), mask=(o < SIZES[3])[:, None] & (column < columns))
 
 
-@triton.jit
-def sum_kernel(c, x, g, out, rows, steps, SIZES: tl.constexpr, WINDOW: tl.constexpr, TILES: tl.constexpr,
+# Batches drawn at random have other numbers of rows each time: one code for all.
+@triton.jit(do_not_specialize=["rows", "steps"])
+def sum_kernel(x, g, out, rows, steps, SIZES: tl.constexpr, WINDOW: tl.constexpr, TILES: tl.constexpr,
                BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
-    """out[part] (p, columns) = what the positions of one part add to sum_b c[b] (gradient of sample b).
+    """out[part] (p, columns) = what the positions of one part add to the sum of all gradients.
 
     The positions of all samples are counted as one, `rows` in all; a part has `steps` times BLOCK_T of them.
     """
@@ -116,8 +116,6 @@ def sum_kernel(c, x, g, out, rows, steps, SIZES: tl.constexpr, WINDOW: tl.conste
         place = (start % L).to(tl.int32) + here
         sample = start // L + place // L
         left = _outputs(g + start * SIZES[3], here, inside, o, SIZES)
-        factor = tl.load(c + sample, mask=inside, other=0.0)
-        left = (left.to(tl.float32) * factor[:, None]).to(left.dtype)
         at = x + sample[:, None] * (SIZES[0] * SIZES[1] * SIZES[2])
         right = _inputs(at, place % L, inside, column, channel, tap, SIZES, WINDOW)
         total = tl.dot(tl.trans(left), right, total, input_precision="ieee")

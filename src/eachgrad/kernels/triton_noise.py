@@ -50,9 +50,10 @@ def four_normals(seed, offset, group):
     return tl.interleave(tl.interleave(z0, z2), tl.interleave(z1, z3))
 
 
-@triton.jit(do_not_specialize=["unit", "deviation", "seed", "offset"])
+# What changes from call to call is no reason to compile again.
+@triton.jit(do_not_specialize=["count", "unit", "deviation", "seed", "offset"])
 def noisy_kernel(
-    owner, layout, addresses, count, unit, deviation, seed: tl.uint64, offset: tl.uint64,
+    owner, layout, addresses, count, unit, deviation, seed, offset,
     BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """out[k] = unit * value[k] + deviation * z for BLOCK numbers k of one tensor.
@@ -72,15 +73,17 @@ def noisy_kernel(
         value = tl.multiple_of(value, 16)
         out = tl.multiple_of(out, 16)
     place = block * BLOCK + tl.arange(0, BLOCK)
+    # A mask that ends anywhere makes every access one of four bytes: only a tensor's last block has one.
+    whole, inside = (block + 1) * BLOCK <= n, place < n
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    if source != 0:  # first of all, so that it is on its way while the normals are computed
+        if whole:
+            total = tl.load(value + place)
+        else:
+            total = tl.load(value + place, mask=inside, other=0.0)
     group = first + block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-    total = deviation * four_normals(seed, offset, group)
-    # A mask that ends anywhere would make every access one of four bytes: only a tensor's last block has one.
-    if (block + 1) * BLOCK <= n:
-        if source != 0:
-            total += unit * tl.load(value + place)
+    total = unit * total + deviation * four_normals(seed, offset, group)
+    if whole:
         tl.store(out + place, total)
     else:
-        inside = place < n
-        if source != 0:
-            total += unit * tl.load(value + place, mask=inside, other=0.0)
         tl.store(out + place, total, mask=inside)

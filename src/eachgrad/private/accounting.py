@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from numbers import Real
 from typing import Any
 
 import dp_accounting
@@ -60,7 +61,7 @@ def add(history: History, more: Spent) -> History:
 def epsilon(history: History, delta: float, accountant: str) -> float:
     """The epsilon that has been spent at this delta; inf where some step had no noise."""
     check_delta(delta)
-    return _epsilon(tuple(some for some in history if some.steps), delta, accountant)
+    return _epsilon(tuple(some for some in history if some.steps), float(delta), accountant)
 
 
 @lru_cache(maxsize=64)
@@ -125,8 +126,8 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def check_delta(delta: float) -> None:
-    if not isinstance(delta, (int, float)) or not 0 < delta < 1:
+def check_delta(delta: Any) -> None:
+    if not isinstance(delta, Real) or not 0 < float(delta) < 1:
         raise ValueError(f"delta is a number between 0 and 1, not {delta!r}")
 
 

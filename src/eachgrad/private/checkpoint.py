@@ -6,6 +6,7 @@ steps that no checkpoint holds are still counted, since what they gave away may 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from collections.abc import Callable
@@ -46,20 +47,49 @@ def journal_of(path: Path) -> Path:
 
 
 class Journal:
-    """The steps of a run since its last checkpoint, one line each, and before them what the run had spent then."""
+    """The steps of a run since its last checkpoint, one line each, and before them what the run had spent then.
+
+    Whoever has this object is the only one that reads or writes the file: the lock is taken before anything is read, is on
+    the very file at that path, and goes with the process.
+    """
 
     _file = -1  # closed
 
-    def __init__(self, path: Path, state: dict[str, Any], spent: int):
+    def __init__(self, path: Path):
         self.path = path
-        header = json.dumps({**state, "spent": spent})
-        write_atomically(path, lambda file: file.write(header.encode()))
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
-        try:
-            _lock(self._file, path)
-        except BaseException:
+        self._file = _claimed(path)
+
+    @property
+    def is_open(self) -> bool:
+        return self._file >= 0
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no run has begun it."""
+        return not self.path.stat().st_size
+
+    def begin(self, state: dict[str, Any], spent: int) -> None:
+        """Begin it anew, whole or not at all."""
+        header = json.dumps({**state, "spent": spent}).encode()
+        if not _LOCKS:  # such a system does not replace a file that is open either
             self.close()
-            raise
+            write_atomically(self.path, lambda file: file.write(header))
+            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+            return
+        kept: list[int] = []
+
+        def write(file: IO[bytes]) -> None:
+            file.write(header)
+            kept.append(os.dup(file.fileno()))
+            _lock(kept[0], self.path)  # before it takes the place of the other, which is locked until then
+
+        try:
+            write_atomically(self.path, write)
+        finally:  # whatever failed: what is at the path is what steps are written to
+            for file in kept:
+                placed = _is_at(file, self.path)
+                os.close(self._file if placed else file)
+                self._file = file if placed else self._file
 
     def add(self, step: int) -> None:
         """Note that this step is about to be taken."""
@@ -73,9 +103,13 @@ class Journal:
         os.fsync(self._file)
 
     def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        """Leave it to others; one that was never begun is taken away."""
+        if self._file < 0:
+            return
+        if _LOCKS and not os.fstat(self._file).st_size:
+            self.path.unlink(missing_ok=True)
+        os.close(self._file)
+        self._file = -1
 
     __del__ = close
 
@@ -92,30 +126,40 @@ def read_journal(path: Path) -> tuple[dict[str, Any], int]:
     return state, spent + len([line for line in lines.split(b"\n") if line])
 
 
-def in_use(path: Path) -> bool:
-    """Whether a run that is alive writes this journal."""
-    file = os.open(path, os.O_WRONLY | os.O_APPEND)
-    try:
-        _lock(file, path)
-    except PrivacyError:
-        return True
-    finally:
+def _claimed(path: Path) -> int:
+    """The file at `path`, open and locked; made if it is not there."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            _lock(file, path)
+            # Between opening and locking it another run may have put a new one in its place, or taken it away.
+            if _is_at(file, path):
+                return file
+        except BaseException:
+            os.close(file)
+            raise
         os.close(file)
-    return False
+
+
+def _is_at(file: int, path: Path) -> bool:
+    return path.exists() and os.path.samestat(os.fstat(file), path.stat())
 
 
 def _lock(file: int, path: Path) -> None:
-    """One run at a time writes a journal: a second one's steps would be lost. The lock goes with the process."""
-    try:
-        import fcntl
-    except ImportError:  # a system without such locks
+    """One run at a time has a journal: a second one's steps would be lost."""
+    if not _LOCKS:
         return
+    import fcntl
+
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise PrivacyError(
-            f"{path} is being written by a run that is alive, here or in another process: end it, or call its close()"
+            f"{path} is written by a run that is alive, here or in another process: end it, or close() it"
         ) from error
+
+
+_LOCKS = importlib.util.find_spec("fcntl") is not None
 
 
 def _flush_folder(folder: Path) -> None:

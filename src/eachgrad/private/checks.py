@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from inspect import Parameter, signature
+from numbers import Number
 from typing import Any
 
 import torch
@@ -17,6 +19,12 @@ from eachgrad.private.errors import PrivacyError
 
 # Beyond this a guarantee says nothing, and the accountant takes minutes.
 LARGEST_EPSILON = 100.0
+
+
+def plain(value: Any) -> Any:
+    """A number of numpy's as Python's own, which files can hold; anything else as it is."""
+    item = getattr(value, "item", None)
+    return item() if isinstance(value, Number) and item is not None else value
 
 
 def check_size(name: str, value: Any) -> None:
@@ -44,7 +52,12 @@ def steps_of(epochs: float | None, steps: int | None, n: int, batch_size: int) -
         return steps
     if isinstance(epochs, bool) or not isinstance(epochs, (int, float)) or not 0 < epochs < math.inf:
         raise ValueError(f"epochs is a positive number, not {epochs!r}")
-    return math.ceil(epochs * n / batch_size - 1e-9)
+    found = math.ceil(epochs * n / batch_size - 1e-9)
+    if found < 1:
+        raise ValueError(
+            f"epochs={epochs!r} of {n} samples, {batch_size} at a time, is not one step: pass more, or steps"
+        )
+    return found
 
 
 def check_target(target_epsilon: float | None, noise_multiplier: float | None) -> None:
@@ -115,6 +128,16 @@ def check_optimizer(optimizer: Any, model: nn.Module, parameters: Mapping[str, n
         raise PrivacyError(
             f"trainable parameters of the model that the optimizer does not have: {_some(left)}. Their gradient would be "
             "clipped and never used: freeze them with requires_grad_(False), or give them to the optimizer"
+        )
+
+
+def check_closure(optimizer: torch.optim.Optimizer) -> None:
+    """The gradient of a step has noise in it once: it cannot be asked for again at other parameters."""
+    given = signature(optimizer.step).parameters.get("closure")
+    if given is not None and given.default is Parameter.empty:
+        raise PrivacyError(
+            f"{type(optimizer).__name__} computes the loss again within a step, by a closure, and a private step has one "
+            "gradient, with its noise: use an optimizer that takes p.grad as it is, such as SGD or Adam"
         )
 
 

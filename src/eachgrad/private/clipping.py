@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -179,7 +180,7 @@ def _shares(bound: float | Mapping[str, float], groups: dict[str, list[str]]) ->
 
 
 def _check_bound(bound: Any) -> None:
-    if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not 0 < bound < math.inf:
+    if isinstance(bound, bool) or not isinstance(bound, Real) or not 0 < float(bound) < math.inf:
         raise ValueError(f"max_grad_norm is a positive number, not {bound!r}")
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +43,7 @@ class Engine:
             found = self.ask(*args, unit)
             check_count(found.losses, filled)
             return found, found.losses * unit
-        with self.record() as tape:
+        with self.record() as tape, _as_one_argument(batch):
             losses = call_loss(self.model, self.loss_fn, args)
         check_count(losses, filled)
         counted = torch.arange(filled, device=losses.device) < samples
@@ -73,6 +74,20 @@ class Engine:
 def arguments(batch: Any) -> list[Any]:
     """What a loss function is called with after the model."""
     return list(batch) if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields") else [batch]
+
+
+@contextmanager
+def _as_one_argument(batch: Any) -> Iterator[None]:
+    """Whoever wrote loss_fn(out, y) for a batch that is a dict is told what it was called with."""
+    try:
+        yield
+    except (TypeError, AttributeError) as error:
+        if not isinstance(batch, Mapping):
+            raise
+        raise TypeError(
+            f"loss_fn(model, batch) has failed: {error}. A batch that is a dict is one argument: take what is needed from "
+            "it, as in model(batch['x']); for loss_fn(model(x), y) have collate_fn return (x, y)"
+        ) from error
 
 
 def check_count(losses: Any, size: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
+from eachgrad.private import checks
 from eachgrad.private.accounting import Spent
 from eachgrad.private.checkpoint import journal_of
 from eachgrad.private.clipping import Clipping
@@ -68,6 +69,7 @@ class Training:
                 f"the checkpoint needs the journal of its run, and {found}: steps taken after it was saved "
                 "would go uncounted. Bring the journal to where it was"
             )
+        checks.check_closure(self.optimizer)
         options = privacy.options()
         if last is not None:
             _check_same(last, state)

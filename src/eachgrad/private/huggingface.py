@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ class PrivateTrainer(Trainer):
             self._steps(dataset), collate, self.args.dataloader_num_workers,
         )  # fmt: skip
         state = None if self._folder is None else _state_in(self._folder)
-        self.run = training.run(self.privacy, self.run, self._journal(), state)
+        self.run = training.run(self._privacy(model), self.run, self._journal(), state)
         return Epochs(self.run)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list, None]:
@@ -113,6 +114,17 @@ class PrivateTrainer(Trainer):
         if hasattr(dataset, "remove_columns"):  # of the datasets package
             return self._remove_unused_columns(dataset, "training"), collate  # pyright: ignore[reportArgumentType]
         return dataset, self._get_collator_with_removed_columns(collate, "training")
+
+    def _privacy(self, model: nn.Module) -> Privacy:
+        """The guarantee, with steps that are not compiled where a checkpoint is run again in the backward."""
+        if not (self.args.gradient_checkpointing or getattr(model, "is_gradient_checkpointing", False)):
+            return self.privacy
+        if self.privacy.compile:
+            raise PrivacyError(
+                "Privacy(compile=True) and gradient checkpointing: a forward that is run again in the backward is not "
+                "compiled; leave one of them out"
+            )
+        return replace(self.privacy, compile=False)
 
     def _steps(self, dataset: Any) -> int:
         """As many steps as the Trainer will want."""

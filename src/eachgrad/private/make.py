@@ -72,7 +72,10 @@ def make_private(
     checks.check_alone()
     parameters = checks.trainable(model)
     checks.check_optimizer(optimizer, model, parameters)
+    checks.check_closure(optimizer)
     checks.check_modules(model)
+    epochs, steps, batch_size, max_physical_batch = map(checks.plain, (epochs, steps, batch_size, max_physical_batch))
+    target_epsilon, noise_multiplier, target_delta = map(checks.plain, (target_epsilon, noise_multiplier, target_delta))
     checks.check_target(target_epsilon, noise_multiplier)
     checks.check_size("batch_size", batch_size)
     data, collate = opened(dataset, sampling, batch_size, collate_fn)
@@ -110,6 +113,8 @@ def _before(model: nn.Module, history: Sequence[Spent] | None) -> History:
             f"this model has been trained by a private run of {steps} steps, which a new one would forget: pass "
             "history=run.history of that run, or history=() if it was on other data or the model has been made anew"
         )
+    if history is not None and not isinstance(history, (tuple, list)):
+        raise TypeError(f"history is that of another run, not a {type(history).__name__}: pass history=run.history")
     before = tuple(history or ())
     if not all(isinstance(some, Spent) for some in before):
         raise TypeError("history is that of another run: pass history=run.history")

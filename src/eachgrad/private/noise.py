@@ -1,4 +1,4 @@
-"""Where randomness comes from: a generator seeded by the operating system, a fixed one for tests, or a keystream.
+"""Where randomness comes from: generators seeded by the operating system, a fixed one for tests, or a keystream.
 
 `torch.manual_seed` has no part in it.
 """
@@ -9,19 +9,27 @@ import math
 import os
 import secrets
 from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 
+from eachgrad.kernels.noise import noisy
+
 
 class Source:
-    """Random numbers from torch's generators, one for each device, all seeded by the operating system."""
-
-    label = "torch's generator, seeded by the operating system"
+    """Random numbers from torch's generators, one for each device, or from a counter; all seeded by the operating system."""
 
     def __init__(self) -> None:
         self._generators: dict[torch.device, Generator] = {}
+        self._counter: tuple[int, int] | None = None  # the seed and the next offset, once there was a turn
+
+    @property
+    def label(self) -> str:
+        which = "torch's generator" if self._counter is None else "Philox4x32-10"
+        return f"{which}, seeded by the operating system"
 
     def uniform(self, n: int) -> Tensor:
         """(n,) numbers in [0, 1) in float64: in float32 a rate of 1e-6 would be off by a percent."""
@@ -30,6 +38,12 @@ class Source:
     def normal(self, like: Tensor, deviation: float) -> Tensor:
         """Gaussian numbers with this standard deviation, in the real tensor's shape, dtype and device."""
         return torch.empty_like(like).normal_(0.0, deviation, generator=self._on(like.device))
+
+    def turn(self) -> tuple[int, int] | None:
+        """A seed and an offset for one call of `noisy`, and for no other; None where noise is no such generator's."""
+        seed, offset = self._counter or (self._seed(), 0)
+        self._counter = seed, offset + 1
+        return seed, offset
 
     def state(self) -> dict[str, Any] | None:
         """What brings the same numbers again; None where nothing may, since the noise could be taken off with it."""
@@ -50,30 +64,32 @@ class Source:
 class Fixed(Source):
     """The same numbers for the same generator: for tests, since who knows the seed can take the noise off."""
 
-    label = "a fixed generator, for tests: no privacy"
-
     def __init__(self, generator: Generator):
         super().__init__()
         self._root = Generator().manual_seed(_drawn(generator))
+
+    @property
+    def label(self) -> str:
+        return "a fixed generator, for tests: no privacy"
 
     def _seed(self) -> int:
         return _drawn(self._root)
 
     def state(self) -> dict[str, Any]:
         each = {str(device): generator.get_state() for device, generator in self._generators.items()}
-        return {"root": self._root.get_state(), "each": each}
+        return {"root": self._root.get_state(), "each": each, "counter": self._counter}
 
     def restore(self, state: dict[str, Any] | None) -> None:
         assert state is not None
-        self._root.set_state(state["root"])
+        self._generators = {}
         for device, value in state["each"].items():
             self._on(torch.device(device)).set_state(value)
+        self._counter = state.get("counter")  # older states have none: then there was no turn
+        self._root.set_state(state["root"])  # last: new generators have drawn their seeds from it
 
 
 class Secure(Source):
     """ChaCha20's keystream, with a key from the operating system, turned into Gaussians in float64."""
-
-    label = "ChaCha20, with a key from the operating system"
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,6 +99,13 @@ class Secure(Source):
             raise ImportError("secure=True needs the package cryptography: pip install 'eachgrad[private]'") from error
         self._new = lambda: Cipher(algorithms.ChaCha20(os.urandom(32), os.urandom(16)), mode=None).encryptor()
         self._stream, self._left = self._new(), 0
+
+    @property
+    def label(self) -> str:
+        return "ChaCha20, with a key from the operating system"
+
+    def turn(self) -> None:
+        return None
 
     def uniform(self, n: int) -> Tensor:
         return self._integers(n).to(torch.float64) * 2.0**-53
@@ -110,16 +133,61 @@ def write_gradients(
     parameters: Mapping[str, nn.Parameter], sums: Mapping[str, Tensor], unit: float, deviation: float, divisor: float,
     source: Source,
 ) -> None:  # fmt: skip
-    """Set each `p.grad` to (unit * sum + noise) / divisor, with noise of this standard deviation; no sums are zeros."""
+    """Set each `p.grad` to (unit * sum + noise) / divisor, with noise of this standard deviation; no sums are zeros.
+
+    The gradients are new tensors: two sums may be one, and those of a CUDA graph are written over by the next step.
+    """
+    together: dict[torch.device, dict[str, nn.Parameter]] = {}
     for name, p in parameters.items():
-        # Sixteen bits come last: rounding what has its noise already gives nothing away.
-        wide = torch.float32 if p.dtype in (torch.float16, torch.bfloat16) else p.dtype
-        noisy = torch.empty(p.shape, dtype=wide, device=p.device)
-        part = torch.view_as_real(noisy) if wide.is_complex else noisy
+        if goes_together(p):
+            together.setdefault(p.device, {})[name] = p
+    for some in together.values():
+        turn = source.turn()
+        if turn is not None:
+            _write_together(some, sums, unit, deviation, divisor, turn)
+            parameters = {name: p for name, p in parameters.items() if name not in some}
+    for name, p in parameters.items():
+        wide = _wide(p.dtype)
+        noise = torch.empty(p.shape, dtype=wide, device=p.device)
+        part = torch.view_as_real(noise) if wide.is_complex else noise
         part.copy_(source.normal(part, deviation))
         if name in sums:
-            noisy.add_(sums[name], alpha=unit)
-        p.grad = noisy.div_(divisor).to(p.dtype)
+            noise.add_(sums[name], alpha=unit)
+        p.grad = noise.div_(divisor).to(p.dtype)
+
+
+def goes_together(p: Tensor) -> bool:
+    """Whether one kernel can write this gradient with those of others."""
+    return p.is_cuda and type(p) is nn.Parameter and _wide(p.dtype) == torch.float32 and _has_triton()
+
+
+def _write_together(
+    parameters: Mapping[str, nn.Parameter], sums: Mapping[str, Tensor], unit: float, deviation: float, divisor: float,
+    turn: tuple[int, int],
+) -> None:  # fmt: skip
+    given = [sums.get(name) for name in parameters]
+    values = [value if value is None or value.dtype == torch.float32 else value.float() for value in given]
+    out = [_empty(p, torch.float32) for p in parameters.values()]
+    noisy(values, out, unit, deviation, divisor, *turn)
+    narrow = {k: _empty(p, p.dtype) for k, p in enumerate(parameters.values()) if p.dtype != torch.float32}
+    if narrow:
+        torch._foreach_copy_([*narrow.values()], [out[k] for k in narrow])  # pyright: ignore[reportPrivateImportUsage]
+    for k, p in enumerate(parameters.values()):
+        p.grad = narrow.get(k, out[k])
+
+
+def _empty(p: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(p, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which a gradient gets its noise. Sixteen bits come last: rounding what has its noise gives nothing away."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def _drawn(generator: Generator) -> int:

@@ -105,9 +105,15 @@ def _check_settings(run: Run, state: dict[str, Any]) -> None:
 def save(run: Run, path: str | Path | None) -> None:
     """Write everything to one file, whole or not at all, and begin the journal anew."""
     target = _target(run, path)
-    _check_free(run, target)
-    if run.journal is None:  # before the file: from now on every step is counted, whatever happens
-        _begin_journal(run, journal_of(target))
+    if run.journal is not None and not run.journal.is_open:
+        raise PrivacyError(
+            f"the run was closed, and another one may have gone on from {run.path} since, whose steps a save would forget: "
+            "save before close(), or load the file into a new run"
+        )
+    if run.journal is not None:
+        _check_free(run, target)
+    else:  # before the file: from now on every step is counted, whatever happens
+        _take(run, target)
     assert run.journal is not None
     parts = {
         "run": state_of(run),
@@ -119,19 +125,55 @@ def save(run: Run, path: str | Path | None) -> None:
         parts["scheduler"] = run.scheduler.state_dict()
     checkpoint.save(target, parts)
     run.path = target
-    _begin_journal(run, run.journal.path)
+    run.journal.begin(_plain(run), run.spent)
 
 
 def load(run: Run, path: str | Path | None, journal: bool) -> None:
     """Go on from a file and its journal, or from the journal alone if the run was killed before its first save."""
     target = _target(run, path)
-    parts = checkpoint.load(target) if target.exists() else None
+    parts, log = _claimed(run, target)
+    old = run.journal
+    try:
+        header, last = _read_journal(target, log, parts is None or journal)
+        _go_on(run, parts, header, last, log.path)
+        run.path, run.journal = target, log
+        log.begin(_plain(run), run.spent)
+    except BaseException:
+        if log is not old:
+            log.close()
+        raise
+    if old is not None and old is not log:
+        old.close()
+
+
+def _claimed(run: Run, target: Path) -> tuple[dict[str, Any] | None, Journal]:
+    """What the file holds, None if it was not saved yet, and its journal: from here on no other run writes either."""
+    before = _stamp(target)
+    parts = checkpoint.load(target) if before else None
     log = target.parent / parts["journal"] if parts is not None else journal_of(target)
-    header, last = _read_journal(run, target, log, parts is None or journal)
+    if run.journal is not None and run.journal.is_open and run.journal.path == log:
+        return parts, run.journal
+    journal = Journal(log)
+    if _stamp(target) == before:
+        return parts, journal
+    journal.close()  # the run that had it has saved once more before it ended
+    return _claimed(run, target)
+
+
+def _stamp(target: Path) -> tuple[int, int] | None:
+    """What changes with every save."""
+    if not target.exists():
+        return None
+    found = target.stat()
+    return found.st_ino, found.st_mtime_ns
+
+
+def _go_on(run: Run, parts: dict[str, Any] | None, header: dict[str, Any] | None, last: int, log: Path) -> None:
+    """Bring the run to what was saved, and count the steps up to `last`."""
     state = parts["run"] if parts is not None else header
     assert state is not None
     if header is not None and header["run"] != state["run"]:
-        raise PrivacyError(f"{log} is the journal of another run than {target}: bring the two that belong together")
+        raise PrivacyError(f"{log} is the journal of another run than the file: bring the two that belong together")
     check(run, state)
     if parts is not None:
         run.model.load_state_dict(parts["model"])
@@ -145,19 +187,28 @@ def load(run: Run, path: str | Path | None, journal: bool) -> None:
         run.own = (*run.own, *[run.settings.spent(1)] * missing, run.settings.spent(0))
         missing = 0
     run.count(missing)
-    run.path = target
-    _begin_journal(run, log)
 
 
 def begin(run: Run, path: str | Path, resume: bool) -> None:
     """Take a file for the run: a new one, or, to resume, one that a run has left."""
     target = Path(path).absolute()
-    if resume and (target.exists() or journal_of(target).exists()):
+    if resume and (target.exists() or _has_begun(journal_of(target))):
         load(run, target, journal=True)
         return
-    _check_free(run, target)
+    _take(run, target)
     run.path = target
-    _begin_journal(run, journal_of(target))
+
+
+def _take(run: Run, target: Path) -> None:
+    """Begin a journal beside a file that is no other run's."""
+    journal = Journal(journal_of(target))
+    try:
+        _check_free(run, target)
+        journal.begin(_plain(run), run.spent)
+    except BaseException:
+        journal.close()
+        raise
+    run.journal = journal
 
 
 def _target(run: Run, path: str | Path | None) -> Path:
@@ -168,46 +219,53 @@ def _target(run: Run, path: str | Path | None) -> Path:
     return run.path
 
 
-def _read_journal(run: Run, target: Path, log: Path, needed: bool) -> tuple[dict[str, Any] | None, int]:
-    if not log.exists():
-        if not target.exists():
-            raise FileNotFoundError(f"{target} does not exist, and has no journal: nothing was saved there")
-        if needed:
-            raise PrivacyError(
-                f"{target} has no journal, {log.name}, so that steps after it was saved would go uncounted: bring it along, "
-                "or pass journal=False if you know that there were none"
-            )
-        return None, 0
-    mine = run.journal is not None and run.journal.path == log
-    if not mine and checkpoint.in_use(log):
+def _read_journal(target: Path, log: Journal, needed: bool) -> tuple[dict[str, Any] | None, int]:
+    if not log.is_new:
+        return read_journal(log.path)
+    if not target.exists():
+        raise FileNotFoundError(f"{target} does not exist, and has no journal: nothing was saved there")
+    if needed:
         raise PrivacyError(
-            f"{log} is written by a run that is alive, here or in another process: end it, or close() it"
+            f"{target} has no journal, {log.path.name}, so that steps after it was saved would go uncounted: bring it "
+            "along, or pass journal=False if you know that there were none"
         )
-    return read_journal(log)
+    return None, 0
+
+
+def _has_begun(log: Path) -> bool:
+    return log.exists() and log.stat().st_size > 0
 
 
 def _check_free(run: Run, target: Path) -> None:
-    """A file of another run is not written over: what that one has spent would be forgotten."""
+    """A file of another run is not written over, nor one that knows of more: what was spent would be forgotten."""
     log = journal_of(target)
-    if log.exists() and read_journal(log)[0]["run"] != run.id:
-        steps = read_journal(log)[1]
+    if _has_begun(log) and not (run.journal is not None and run.journal.path == log):
+        header, steps = read_journal(log)
+        _check_count(run, target, header["run"], steps)
+    if target.exists() and target != run.path:
+        found = _count_in(target)
+        if found is None:
+            raise PrivacyError(f"{target} exists and is not of this run: load it with run.load, or choose another file")
+        _check_count(run, target, *found)
+
+
+def _check_count(run: Run, target: Path, owner: str, steps: int) -> None:
+    if owner != run.id:
         raise PrivacyError(
             f"{target} is of another run, which has counted {steps} steps: load it with run.load, or resume=True; or choose "
             "another file"
         )
-    if target.exists() and target != run.path and _owner(target) != run.id:
-        raise PrivacyError(f"{target} exists and is not of this run: load it with run.load, or choose another file")
+    if steps > run.spent:
+        raise PrivacyError(
+            f"{target} knows of {steps} steps of this run, and this one of {run.spent}: the others would be forgotten. Load "
+            "it with run.load, or choose another file"
+        )
 
 
-def _owner(target: Path) -> str | None:
+def _count_in(target: Path) -> tuple[str, int] | None:
+    """Whose file it is, and the steps that it knows of."""
     try:
-        return checkpoint.load(target)["run"]["run"]
-    except Exception:  # whatever it is, it is no file of this run
+        state = checkpoint.load(target)["run"]
+        return state["run"], sum(some.steps for some in from_plain(state["history"]))
+    except Exception:  # whatever it is, it is no file of a run
         return None
-
-
-def _begin_journal(run: Run, log: Path) -> None:
-    old, run.journal = run.journal, None
-    if old is not None:
-        old.close()
-    run.journal = Journal(log, _plain(run), run.spent)

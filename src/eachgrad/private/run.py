@@ -73,6 +73,7 @@ class Run:
         self.loader = Loader(self, sampler, samples, largest, progress)
         self.width = width  # pieces are filled up to a multiple of it, so that few sizes ever have to be measured
         self.before, self.own = before, ()
+        self._known = SPENT.get(model)  # what was known of the model when this run was made, or has counted last
         self.lost, self.taken = 0, 0  # steps that a crash has lost; steps that this very object has taken
         self.id = self.token = uuid.uuid4().hex  # of the run, over several processes; of this object
         self.last: StepResult | None = None
@@ -168,6 +169,7 @@ class Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state; what either has spent stays spent."""
         resuming.check(self, state)
+        self._check_alone()
         if self.spent and self.id != state["run"]:
             raise PrivacyError(
                 f"this run has counted {self.spent} steps, which another run's state would forget: load it into a new run"
@@ -213,7 +215,7 @@ class Run:
     def count(self, steps: int) -> None:
         """Count steps as spent."""
         self.own = accounting.add(self.own, self.settings.spent(steps))
-        SPENT[self.model] = self.history
+        SPENT[self.model] = self._known = self.history
 
     def _filled(self, size: int) -> int:
         if self.engine.pad_to is not None:
@@ -251,7 +253,16 @@ class Run:
             )
         return step
 
+    def _check_alone(self) -> None:
+        """Raise if another run has counted steps of this model since this one was made, or has counted its last."""
+        if SPENT.get(self.model) is not self._known:
+            raise PrivacyError(
+                "another private run of this model has counted steps that this one does not know of: go on with that one, or "
+                "call make_private again, with its run.history, or with history=() if it is on other data"
+            )
+
     def _finish(self, step: _Open) -> StepResult:
+        self._check_alone()
         if self.journal is not None:
             self.journal.add(self.spent + 1)
         self.count(1)  # before the noise is drawn: a step that fails from here on is counted

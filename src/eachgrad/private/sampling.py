@@ -74,6 +74,15 @@ class Samples:
             for some in indices:
                 yield self._taken(some)
 
+    def check_unchanged(self) -> None:
+        """Raise if the data set has another size than it had: the rate of the draws is for that one."""
+        now = len(self.dataset)  # pyright: ignore[reportArgumentType]
+        if now != self.n:
+            raise PrivacyError(
+                f"the data set had {self.n} samples when the run was made, and has {now}: the accounting is for draws from "
+                f"{self.n}. Call make_private again, with history=run.history"
+            )
+
     def batch(self, samples: list[Any], size: int | None = None) -> Any:
         """One batch of these samples; the first is repeated up to `size`."""
         filled = samples + samples[:1] * (size - len(samples) if size else 0)
