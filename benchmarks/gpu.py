@@ -6,7 +6,8 @@
 "private" is a step that clips each sample to norm 1, sums, adds noise and updates; "norms" is an ordinary step that
 gives the norm of each sample as well. All contenders share one compiled update. Every round times every contender,
 one after another in one process, a few steps each between two events; medians and quartiles are over rounds. Before
-that, each contender's answer is compared with that of eachgrad run eagerly on the same batch.
+that, each contender's answer is compared with that of eachgrad run eagerly in float32 on the same batch: it is right if
+it is no further from it than twice what an eager run in the dtype asked for is, and 1e-3.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ import warnings
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from gpu_contenders import CONTENDERS, Contender, Found, Task, vmap_chunked
-from gpu_entrant import Entrant, Row, Update, clean, on_gpu, update
+from gpu_entrant import Entrant, Row, Truth, Update, clean, compared, on_gpu, update
 from gpu_models import MODELS
 from timing import ratio, write
 
@@ -36,6 +38,7 @@ import eachgrad
 ROOT = Path(__file__).resolve().parents[1]
 AGAINST = ("plain_compiled", "plain")
 ENOUGH = 3  # rounds that are run even when the budget is spent
+T = TypeVar("T")
 SPENT = "not run: the budget was spent"
 
 
@@ -52,18 +55,24 @@ class Race:
         self.failed: dict[str, str] = {}
         self.truth = self._truth()
 
-    def _truth(self) -> Found | None:
-        """eachgrad's answer by an eager run; the update is compiled on the way, with noise and without."""
+    def _truth(self) -> Truth | None:
+        """eachgrad's answer by an eager run in float32, and how far one with the dtype asked for is from it.
+
+        The update is compiled on the way, with noise and without, as far as the contenders need it.
+        """
+        options = self.options
         task = dataclasses.replace(self.task, setup=copy.deepcopy(self.task.setup))
-        parameters = dict(sorted(task.parameters.items()))
         try:
-            sizes = CONTENDERS["eachgrad"].build(dataclasses.replace(task, work="norms")).call().norms
+            exact, sizes = in_float32(lambda: eager(task, options.work)), in_float32(lambda: eager(task, "norms").norms)
             assert sizes is not None
             self.say(f"{self.name}: the samples have norms of {float(sizes.min()):.3g} to {float(sizes.max()):.3g}")
-            found = CONTENDERS["eachgrad"].build(task).call()
-            for noisy in (False, True):
-                self.update(list(parameters.values()), [found.grads[n] for n in parameters], noisy)
-            return found
+            usual = compared(eager(task, options.work, options.dtype), Truth(exact))
+            self.say(f"{self.name}: eagerly in {options.dtype} {usual['deviation']:.1e} away from float32")
+            parameters = dict(sorted(task.parameters.items()))
+            noisy = [CONTENDERS[n].adds_torch_noise(options.work, on_gpu()) for n in options.contenders]
+            for kind in sorted(set(noisy)):
+                self.update(list(parameters.values()), [exact.grads[n] for n in parameters], kind)
+            return Truth(exact, usual)
         except Exception as error:  # the contenders' rows will tell, too
             self.say(f"{self.name}: nothing to compare with: {reason(error)}")
             return None
@@ -126,6 +135,22 @@ class Race:
                 against: Row = dict(ratio(entrant.times, self.ready[base].times))
                 row[f"against_{base}"] = against | {"memory": row["bytes"] / self.ready[base].row["bytes"]}
         return row
+
+
+def eager(task: Task, work: str, dtype: str = "fp32") -> Found:
+    return CONTENDERS["eachgrad"].build(dataclasses.replace(task, work=work, dtype=dtype)).call()
+
+
+def in_float32(call: Callable[[], T]) -> T:
+    """The call with products of float32 numbers that are not rounded first."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        return call()
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
 
 
 def late(options: argparse.Namespace) -> bool:

@@ -73,6 +73,10 @@ class Contender:
     kernel: bool = False  # whether its noise is eachgrad's own, in one launch for all parameters
     graphs: bool = False  # whether it holds on to memory for a CUDA graph
 
+    def adds_torch_noise(self, work: str, on_gpu: bool) -> bool:
+        """Whether torch's noise is part of its update."""
+        return work == "private" and self.private and not (self.kernel and on_gpu)
+
     @property
     def missing(self) -> bool:
         return self.package is not None and importlib.util.find_spec(self.package) is None

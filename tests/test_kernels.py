@@ -31,7 +31,7 @@ def test_weighted_in_torchs_own_ops(size, dtype):
 def test_weighted_is_an_op():
     c, value = problem(3, 7, torch.bfloat16)
     torch.library.opcheck(torch.ops.eachgrad.weighted.default, (c, value))
-    torch.library.opcheck(torch.ops.eachgrad.signal.default, (torch.tensor(True), 0))
+    torch.library.opcheck(torch.ops.eachgrad.signal.default, (torch.tensor(True), [value, c], 0))
 
 
 INTERPRETED = """
@@ -78,15 +78,18 @@ def test_flags_reach_the_host():
         for slot in slots:
             slot.clear()
         for flag, slot in zip(flags, slots, strict=True):
-            assert bool(signals.signal(torch.tensor(flag), slot)) is flag
+            through = torch.randn(3)
+            settled, (passed,) = signals.signal(torch.tensor(flag), [through], slot)
+            assert bool(settled) is flag
+            assert torch.equal(passed, through)
         assert [slot.wait() for slot in slots] == list(flags)
 
 
 def test_a_flag_that_does_not_come_counts_as_raised():
     slot = signals.Slot()
     slot.clear()
-    signals.signal(torch.tensor(False), slot)
+    signals.signal(torch.tensor(False), [], slot)
     assert slot.wait() is False
     slot.clear()
     assert slot.wait() is True
-    torch.ops.eachgrad.signal(torch.tensor(False), 10**9)  # nobody listens
+    torch.ops.eachgrad.signal(torch.tensor(False), [], 10**9)  # nobody listens

@@ -25,17 +25,20 @@ class Doubts:
     settled: list[Tensor] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)  # where the host hears of them, while the step goes on
 
-    def settle(self) -> None:
-        if self.noted:
-            device = self.noted[0].device
-            flag = torch.stack([doubt.to(device) for doubt in self.noted]).any()
-            self.slots.append(Slot())
-            self.settled.append(signal(flag, self.slots[-1]))
-            self.noted.clear()
+    def settle(self, through: list[Tensor]) -> list[Tensor]:
+        if not self.noted:
+            return through
+        device = self.noted[0].device
+        flag = torch.stack([doubt.to(device) for doubt in self.noted]).any()
+        self.noted.clear()
+        self.slots.append(Slot())
+        settled, passed = signal(flag, through, self.slots[-1])
+        self.settled.append(settled)
+        return passed
 
     def any(self, device: torch.device) -> Tensor:
         """Whether there is one."""
-        self.settle()
+        self.settle([])
         if not self.settled:
             return torch.zeros((), dtype=torch.bool, device=device)
         return torch.stack([flag.to(device) for flag in self.settled]).any()
@@ -58,11 +61,10 @@ def gathered() -> Iterator[Doubts]:
         _state.doubts = before
 
 
-def settle() -> None:
-    """The doubts so far can be looked at: what comes now takes its time and adds no more, or few."""
+def settle(through: list[Tensor]) -> list[Tensor]:
+    """The doubts so far can be looked at: what comes now, from `through`, takes its time and adds no more, or few."""
     doubts = _current()
-    if doubts is not None:
-        doubts.settle()
+    return through if doubts is None else doubts.settle(through)
 
 
 def note(condition: Tensor) -> bool:

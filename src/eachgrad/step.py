@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from eachgrad.alignment import align
+from eachgrad.channels import channels_last
 from eachgrad.functions import without_autocast
 from eachgrad.kernels.signals import Slot
 from eachgrad.replay import Replay
+from eachgrad.tidy import merge
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,10 @@ def compiled(
     from torch._functorch.compile_utils import fx_graph_cse
 
     if not any(map(_changes, traced.graph.nodes)):  # two buffers that are written to are not one
+        merge(traced.graph)
         traced.graph = fx_graph_cse(traced.graph)
         align(traced.graph)
+        channels_last(traced.graph)
         traced.recompile()
     step: Any = torch.compile(_Traced(traced, held), fullgraph=True, dynamic=False, **options)
 

@@ -132,6 +132,13 @@ def test_an_overridden_loss_is_refused(tmp_path):
         Other(model=llama(), args=arguments(tmp_path), train_dataset=texts(), privacy=privacy())
 
 
+def test_an_optimizer_that_needs_a_closure_is_refused(tmp_path):
+    used = trainer(tmp_path)
+    used.optimizer = torch.optim.LBFGS([p for p in used.model.parameters() if p.requires_grad])
+    with pytest.raises(PrivacyError, match="LBFGS computes the loss again within a step"):
+        used.train()
+
+
 def test_other_batches_and_wrapped_models_are_refused(tmp_path):
     used = trainer(tmp_path)
     with pytest.raises(PrivacyError, match="no loader outside"):

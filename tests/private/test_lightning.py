@@ -40,12 +40,7 @@ class Table(PrivateModule):
     def __init__(self, batch_size: int = 12, **options: Any):
         super().__init__()
         self.net = network()
-        given: dict[str, Any] = {
-            "target_delta": 1e-3,
-            "noise_multiplier": 1.0,
-            "max_grad_norm": 0.5,
-            "accountant": "rdp",
-        }
+        given = {"target_delta": 1e-3, "noise_multiplier": 1.0, "max_grad_norm": 0.5, "accountant": "rdp"}
         self.batch_size, self.options = batch_size, given | options
 
     def losses(self, x: Tensor, y: Tensor) -> Tensor:
@@ -233,6 +228,13 @@ def test_refused_where_this_machine_would_not_let_them_be(name, value, message):
 def test_another_loader_is_refused(tmp_path):
     with pytest.raises(PrivacyError, match="that the run has not drawn"):
         trainer(tmp_path).fit(Table(), DataLoader(table(), 12))
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused(tmp_path):
+    module = Table()
+    module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
+    with pytest.raises(PrivacyError, match="LBFGS computes the loss again within a step"):
+        trainer(tmp_path).fit(module)
 
 
 def test_a_step_of_its_own_is_refused():

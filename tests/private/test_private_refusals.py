@@ -66,6 +66,7 @@ CASES = [
     Refused("more than there are", f"batch_size={N + 1} is more than the {N} samples", {"batch_size": N + 1}),
     Refused("epochs of none", "epochs is a positive number, not 0", {"epochs": 0}),
     Refused("epochs without end", "epochs is a positive number, not inf", {"epochs": math.inf}),
+    Refused("epochs of no step", "epochs=1e-12 of 60 samples, 12 at a time, is not one step", {"epochs": 1e-12}),
     Refused("epochs and steps", "exactly one of epochs and steps", {"epochs": 1, "steps": 10}),
     Refused("neither epochs nor steps", "exactly one of epochs and steps", {"epochs": None, "steps": None}),
     Refused("both targets", "exactly one of target_epsilon and noise", {"target_epsilon": 1.0, "noise_multiplier": 1.0}),
@@ -104,6 +105,8 @@ CASES = [
     Refused("secure and fixed", "secure=True and a fixed generator", {"secure": True, "generator": fixed()}),
     Refused("a seed", "generator is a torch.Generator, not int", {"generator": 1}, TypeError),
     Refused("a history of numbers", "pass history=run.history", {"history": [1]}, TypeError),
+    Refused("a run as history", "not a Run: pass history=run.history", {"history": lambda: make()}, TypeError),
+    Refused("one Spent as history", "not a Spent: pass history", {"history": Spent(0.2, 1.0, 1)}, TypeError),
     Refused(
         "a loader", "draws its batches with RandomSampler, and the accountant counts on Poisson sampling",
         {"dataset": loader(batch_size=12, shuffle=True)}, PrivacyError,
@@ -125,6 +128,10 @@ CASES = [
     Refused("no data", "the data set is empty", {"dataset": TensorDataset(torch.zeros(0, WIDTH))}),
     Refused("no model", "model is an nn.Module, not int", {"optimizer": 1}, TypeError, lambda: 3),
     Refused("no optimizer", "optimizer is a torch.optim.Optimizer, not int", {"optimizer": 1}, TypeError),
+    Refused(
+        "an optimizer with a closure", "LBFGS computes the loss again within a step, by a closure",
+        {"optimizer": lambda model: torch.optim.LBFGS(model.parameters())}, PrivacyError,
+    ),
     Refused("a frozen model", "no trainable parameter: every one is frozen", {}, PrivacyError, frozen),
     Refused(
         "batch norm", "module '1' (BatchNorm1d) is a batch norm in training mode", {}, PrivacyError, normed(nn.BatchNorm1d)
@@ -153,6 +160,8 @@ def test_make_private_refuses(case: Refused):
     model, options = case.model(), dict(case.options)
     if callable(options.get("optimizer")):
         options["optimizer"] = options["optimizer"](model)
+    if callable(options.get("history")):
+        options["history"] = options["history"]()
     with pytest.raises(case.error) as caught:
         make(model, options.pop("dataset", None), **options)
     assert case.words in str(caught.value)

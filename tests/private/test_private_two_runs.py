@@ -178,14 +178,15 @@ def test_many_that_resume_at_the_same_moment(tmp_path):
         found: list[Run | Exception] = []
         together = threading.Barrier(threads)
 
-        def try_it(found=found, together=together):
+        def try_it(model, found=found, together=together):
             together.wait()
             try:
-                found.append(resumed(tmp_path, steps=100))
+                found.append(resumed(tmp_path, model=model, steps=100))
             except PrivacyError as error:
                 found.append(error)
 
-        running = [threading.Thread(target=try_it) for _ in range(threads)]
+        # Made here: torch's default generator, which network() seeds, may lock up when several threads use it.
+        running = [threading.Thread(target=try_it, args=(network(),)) for _ in range(threads)]
         for thread in running:
             thread.start()
         for thread in running:

@@ -57,23 +57,26 @@ class Slot:
         return bool(self._seen[0] != _DOWN)
 
 
-def _signal(flag: Tensor, key: int) -> Tensor:
+def _signal(flag: Tensor, through: list[Tensor], key: int) -> tuple[Tensor, list[Tensor]]:
     slot = _slots.get(key)
     if slot is not None:
         slot.write(flag)
-    return flag.clone()
+    return flag.clone(), [t.clone() for t in through]
 
 
-library.define("signal(Tensor flag, int key) -> Tensor")
+library.define("signal(Tensor flag, Tensor[] through, int key) -> (Tensor, Tensor[])")
 library.impl("signal", _signal, "CPU")
 library.impl("signal", _signal, "CUDA")
 
 
 @torch.library.register_fake("eachgrad::signal", lib=library)
-def _(flag: Tensor, key: int) -> Tensor:
-    return torch.empty_like(flag)
+def _(flag: Tensor, through: list[Tensor], key: int) -> tuple[Tensor, list[Tensor]]:
+    return torch.empty_like(flag), [torch.empty_like(t) for t in through]
 
 
-def signal(flag: Tensor, slot: Slot) -> Tensor:
-    """The flag, which is on its way to the slot as well."""
-    return torch.ops.eachgrad.signal(flag, slot.key)
+def signal(flag: Tensor, through: list[Tensor], slot: Slot) -> tuple[Tensor, list[Tensor]]:
+    """The flag, which is on its way to the slot as well, and the tensors of `through`.
+
+    What is computed from these comes after it, however a compiler orders its work.
+    """
+    return torch.ops.eachgrad.signal(flag, through, slot.key)

@@ -111,7 +111,6 @@ class Loader:
     def _draw(self, steps: int, drawn: deque[Batch], loop: object) -> Iterator[list[int]]:
         """The samples' numbers of one piece after another; the batches they make up go to `drawn`."""
         for _ in range(steps):
-            self.samples.check_unchanged()
             index, size = self.sampler.draw(), self.largest
             pieces = [index[k : k + size] for k in range(0, len(index), size)]
             drawn.append(Batch(self, loop, pieces, self.sampler.source.state()))

@@ -64,6 +64,7 @@ class Samples:
 
     def fetched(self, indices: Iterator[list[int]]) -> Iterator[list[Any]]:
         """The samples of each list of numbers, in order; by other processes, ahead of time, if there are workers."""
+        indices = self._checked(indices)
         if self.tensors is not None:
             yield from indices
         elif self.workers:
@@ -74,14 +75,16 @@ class Samples:
             for some in indices:
                 yield self._taken(some)
 
-    def check_unchanged(self) -> None:
-        """Raise if the data set has another size than it had: the rate of the draws is for that one."""
-        now = len(self.dataset)  # pyright: ignore[reportArgumentType]
-        if now != self.n:
-            raise PrivacyError(
-                f"the data set had {self.n} samples when the run was made, and has {now}: the accounting is for draws from "
-                f"{self.n}. Call make_private again, with history=run.history"
-            )
+    def _checked(self, indices: Iterator[list[int]]) -> Iterator[list[int]]:
+        """The same, as long as the data set has the size it had: the rate of the draws is for that one."""
+        for some in indices:
+            now = len(self.dataset)  # pyright: ignore[reportArgumentType]
+            if now != self.n:
+                raise PrivacyError(
+                    f"the data set had {self.n} samples when the run was made, and has {now}: the accounting is for draws "
+                    f"from {self.n}. Call make_private again, with history=run.history"
+                )
+            yield some
 
     def batch(self, samples: list[Any], size: int | None = None) -> Any:
         """One batch of these samples; the first is repeated up to `size`."""

@@ -158,8 +158,9 @@ class RunningClip(PerParameter):
 
     def again(self) -> set[str]:
         norms = {group: self._norms(names) for group, names in self.members.items()}
-        self.factors, self.shared = self._factors(norms), Shared()
-        doubts.settle()
+        factors, index = self._factors(norms)
+        settled = doubts.settle(list(factors.values()))
+        self.factors, self.shared = (dict(zip(factors, settled, strict=True)), index), Shared()
         for name in list(self.held):
             self._sum(self.held.pop(name))
         return set(self.squares) - set(self.batch)
