@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import eachgrad
+from eachgrad import step
+from eachgrad.alignment import align
+from eachgrad.blocks import arithmetic, outer, patches, windows
 from eachgrad.channels import channels_last
-from eachgrad.tidy import merge
+from eachgrad.rules import norm
+from eachgrad.tidy import loosen, merge
 
 aten = torch.ops.aten
 
@@ -57,7 +62,15 @@ def convolutions(x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     window = ([3, 3], [1, 1], [1, 1], [1, 1])
     ours = torch.ops.eachgrad.conv_squares(x, g * out, *window), torch.ops.eachgrad.conv_gradients(x, g * out, *window)
     grouped = torch.convolution(x, w[:, :2], None, *where, False, [0, 0], 2)
-    return out, back[0], back[1], *ours, torch.ops.eachgrad.conv_sum(x, g * out, *window), grouped
+    sums = out.view(2, 4, -1).sum(2)  # as the statistics of a norm
+    return (
+        sums,
+        back[0].view(2, 2, -1).sum(2),
+        back[1],
+        *ours,
+        torch.ops.eachgrad.conv_sum(x, g * out, *window),
+        grouped,
+    )
 
 
 @pytest.mark.parametrize("merged", [False, True])
@@ -80,3 +93,90 @@ def test_convolutions_have_their_channels_last(merged):
             assert set(node.args[:3]) <= clones
         if node.target == aten.convolution.default and node.args[8] == 2:
             assert not set(node.args[:2]) & clones
+
+
+def strided(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Two products of odd sizes, of which the second's memory is read by strides."""
+    out = (x @ w.t()) @ v
+    return out, out.as_strided((3, 5), (1, 2), 4), out.view(-1)[::2]
+
+
+def test_what_reads_memory_by_strides_finds_it_as_it_was():
+    torch.manual_seed(0)
+    x, w, v = (torch.randn(*shape, dtype=torch.float64) for shape in ((6, 16), (13, 16), (13, 5)))
+    traced = make_fx(strided, tracing_mode="fake")(x, w, v)
+    assert align(traced.graph, slow=lambda value: True)
+    assert loosen(traced.graph)  # once more
+    traced.graph.lint()
+    traced.recompile()
+    for a, b in zip(traced(x, w, v), strided(x, w, v), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_memory_that_was_not_in_order_stays():
+    def turned(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        out = (x @ w).t()
+        return out, out.as_strided((3, 5), (1, 2), 4)
+
+    x, w = torch.randn(6, 13, dtype=torch.float64), torch.randn(13, 5, dtype=torch.float64)
+    traced = make_fx(turned, tracing_mode="fake")(x, w)
+    assert align(traced.graph, slow=lambda value: True) == 0
+    assert not loosen(traced.graph)
+    for a, b in zip(traced(x, w), turned(x, w), strict=True):
+        assert torch.equal(a, b)
+
+
+class Residual(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int):
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.GroupNorm(2, outputs)
+        self.conv2, self.norm2 = nn.Conv2d(outputs, outputs, 3, 1, 1), nn.GroupNorm(2, outputs)
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x))))) + self.shortcut(x))
+
+
+class Odd(nn.Module):
+    """Linear layers of odd sizes over positions, one upon another, with norms between some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 11), nn.LayerNorm(11), nn.Tanh(), nn.Linear(11, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).mean(1)
+
+
+MODELS = {
+    "convolutions": (
+        lambda: nn.Sequential(Residual(3, 4, 1), Residual(4, 6, 2), nn.Flatten(), nn.Linear(6 * 16, 5)),
+        (5, 3, 8, 8),
+    ),
+    "odd sizes": (Odd, (5, 9, 7)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_whole_steps_as_on_a_gpu(name, monkeypatch):
+    """Forward, backward and answers with products padded and channels last are what they are without."""
+    calls = []
+    for module in (arithmetic, outer, patches, windows, norm):
+        monkeypatch.setattr(module, "on_gpu", lambda t: True)
+    monkeypatch.setattr(patches.Patches, "_native", False)
+    for change in (align, channels_last):
+        monkeypatch.setattr(step, change.__name__, lambda graph, f=change: calls.append(f(graph, lambda value: True)))
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    model, y = make().double(), torch.randint(5, (5,))
+    loss = lambda model, x, y: nn.functional.cross_entropy(model(x), y, reduction="none")  # noqa: E731
+    queries = {"norms": eachgrad.norms(), "clipped": eachgrad.clipped_sum(0.1), "gram": eachgrad.gram()}
+    ask = eachgrad.compile(model, loss, backend="aot_eager", **queries)
+    for _ in range(3):
+        x = torch.randn(shape, dtype=torch.float64)
+        got, want = ask(x, y), ask.eager((x, y))
+        torch.testing.assert_close(got.norms, want.norms, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(got.gram, want.gram, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(got.clipped, want.clipped, rtol=1e-10, atol=1e-10)
+    assert not ask.reasons()
+    assert any(calls)

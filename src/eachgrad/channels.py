@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from eachgrad.tidy import loosen
+
 aten = torch.ops.aten
 
 # Where the maps and the weight are among the arguments, and the groups.
@@ -29,18 +31,23 @@ def is_slow(value: Tensor) -> bool:
 def channels_last(graph: Graph, slow: Callable[[Tensor], bool] = is_slow) -> int:
     """Give the convolutions of the graph, and our own ops for them, maps with their channels last; how many maps."""
     own = [getattr(torch.ops.eachgrad, name).default for name in ("conv_squares", "conv_gradients", "conv_sum")]
+    found = [
+        (node, k)
+        for node in graph.nodes
+        if node.target in own or (node.target in _MAPS and node.args[_GROUPS[node.target]] == 1)
+        for k in _MAPS.get(node.target, (0, 1))
+        if _is_map(node.args[k], slow)
+    ]
+    if not found or not loosen(graph):
+        return 0
     made: dict[Node, Node] = {}
-    for node in list(graph.nodes):
-        if node.target in own or (node.target in _MAPS and node.args[_GROUPS[node.target]] == 1):
-            for k in _MAPS.get(node.target, (0, 1)):
-                source = cast(Node, node.args[k])
-                if _is_map(source, slow):
-                    node.update_arg(k, _turned(graph, source, made))
+    for node, k in found:
+        node.update_arg(k, _turned(graph, cast(Node, node.args[k]), made))
     return len(made)
 
 
-def _is_map(node: Node, slow: Callable[[Tensor], bool]) -> bool:
-    value = node.meta.get("val")
+def _is_map(node: Any, slow: Callable[[Tensor], bool]) -> bool:
+    value = node.meta.get("val") if isinstance(node, Node) else None
     return isinstance(value, Tensor) and value.ndim == 4 and slow(value)
 
 
