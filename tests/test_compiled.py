@@ -179,6 +179,37 @@ def test_a_model_that_mixes_samples_is_refused():
         ask(*MODELS["MLP"][1]())
 
 
+class Breaks(nn.Module):
+    """What the compiler's front end does not take in one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(d, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.fc(x)
+        torch._dynamo.graph_break()
+        return out.tanh()
+
+
+def test_a_forward_that_the_compiler_does_not_take_is_answered_eagerly():
+    ask = eachgrad.compile(Breaks(), losses, backend="aot_eager", norms=eachgrad.norms())
+    for _ in range(4):
+        batch = MODELS["MLP"][1]()
+        torch.testing.assert_close(ask(*batch).norms, ask.eager(batch).norms, rtol=1e-10, atol=0)
+    (reason,) = ask.reasons()
+    assert reason.startswith("the compiler does not take the forward as one graph: Unsupported")
+
+
+def test_wrong_shapes_are_the_models_own_error():
+    ask = eachgrad.compile(MODELS["MLP"][0](), losses, backend="aot_eager", norms=eachgrad.norms())
+    x, y = MODELS["MLP"][1]()
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        ask(x[:, :-1], y)
+    ask(x, y)
+    assert not ask.reasons()
+
+
 @pytest.mark.parametrize("query", [eachgrad.noise_scale(), eachgrad.project(8, seed=0)], ids=["numbers", "out="])
 def test_an_answer_that_cannot_be_traced_is_given_eagerly(query):
     ask = eachgrad.compile(MODELS["MLP"][0](), losses, backend="aot_eager", found=query)

@@ -772,6 +772,22 @@ def test_verify_takes_losses_of_the_model_and_numbers():
     assert eachgrad.verify(model, loss, x[0], y[0], loss_reduction="sum", quiet=True).ok
 
 
+def test_losses_with_arguments_that_have_defaults():
+    model, x, y, w = mlp(), torch.randn(B, d), torch.randn(B, 2), torch.rand(B)
+
+    def of_model(model, x, y, w=None):
+        found = (model(x) - y).pow(2).sum(1)
+        return found if w is None else found * w
+
+    def of_output(out, y, w=None, scale=1.0):
+        found = scale * (out - y).pow(2).sum(1)
+        return found if w is None else found * w
+
+    for losses in (of_model, of_output):
+        assert eachgrad.verify(model, losses, x, y, quiet=True).ok
+        assert eachgrad.verify(model, losses, x, y, w, quiet=True).ok
+
+
 @pytest.mark.usefixtures("wrong_linear")
 def test_verify_flags_a_wrong_rule(capsys):
     result = eachgrad.verify(mlp(), scores, torch.randn(B, d))

@@ -38,8 +38,9 @@ pytestmark = [
 B, T, d = 3, 4, 5
 SOURCE = Path(eachgrad.__file__).parent
 KINDS = {"CaptureError", "UnsupportedOp", "Unclear", "Halved", "ValueError", "TypeError", "RuntimeError"}
-# PyTorch's own names and wording, which tests/test_expanded_weight_tensor.py holds; tests/private has its own list.
-APART = {SOURCE / "expanded_weights", SOURCE / "private"}
+# PyTorch's own names and wording, which tests/test_expanded_weight_tensor.py holds; tests/private has its own list; what
+# kernels refuse no user's program can meet, and tests/test_kernel_*.py do.
+APART = {SOURCE / "expanded_weights", SOURCE / "private", SOURCE / "kernels"}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 from torch.fx import GraphModule
 
 from eachgrad import padding
@@ -69,6 +70,7 @@ class Compiled:
         self.graphs: list[Graph] = []
         self._given: Given | None = None
         self._answer: Answer | None = None
+        self._refused = ""  # why the compiler's front end does not take the model
         # A compiler around this one has nothing to see here.
         self._answered: Any = torch.compiler.disable(self._answer_for)
         front = _losses_of(model, loss_fn, weighted=pad_to is not None)
@@ -79,6 +81,8 @@ class Compiled:
         return self._answered(*batch)
 
     def _answer_for(self, *batch: Any) -> Answer:
+        if self._refused:
+            return self.eager(batch)
         filled = None if self.pad_to is None else padding.padded(batch, self.pad_to, self.batch_dim)
         self._given = Given(batch, filled)
         try:
@@ -86,12 +90,17 @@ class Compiled:
                 self._front(*self._given.arguments)
             assert self._answer is not None
             return self._answer
+        except TorchDynamoException as error:
+            answer = self.eager(batch)  # or it is the model that fails, and says so better
+            self._refused = f"the compiler does not take the forward as one graph: {_first_line(error)}"
+            return answer
         finally:
             self._given, self._answer = None, None
 
     def reasons(self) -> list[str]:
-        """Why graphs are answered eagerly, or without a CUDA graph where one was asked for."""
-        return [reason for graph in self.graphs for reason in graph.reasons()]
+        """Why batches are answered eagerly, or without a CUDA graph where one was asked for."""
+        refused = [self._refused] if self._refused else []
+        return refused + [reason for graph in self.graphs for reason in graph.reasons()]
 
     def _backend(self, gm: GraphModule, example: Sequence[Tensor]) -> Callable[..., Any]:
         graph = Graph(self, gm)
@@ -113,6 +122,10 @@ class Compiled:
         answer = asked.answer()
         answer.losses = losses.detach()
         return answer
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 # The modes with CUDA graphs of their own, and what else they ask for: here the whole step is one.

@@ -236,12 +236,17 @@ def _sample(value: Any, i: int, B: int, batch_dim: int) -> Any:
 
 
 def call_loss(model: nn.Module, loss_fn: Callable[..., Tensor], batch: Sequence[Any]) -> Tensor:
-    """`loss_fn(model, *batch)`, or `loss_fn(model(batch[0]), *batch[1:])` if it takes one argument less."""
+    """`loss_fn(model, *batch)`, or `loss_fn(model(batch[0]), *batch[1:])` if it takes one argument less.
+
+    Where arguments with defaults leave both open, it is the first if its first argument is called model.
+    """
     target = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
-    declared = inspect.signature(target).parameters.values()
+    declared = list(inspect.signature(target).parameters.values())
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    wanted = [p for p in declared if p.kind in kinds and p.default is p.empty]
-    if len(wanted) == len(batch) + 1 or any(p.kind is p.VAR_POSITIONAL for p in declared):
+    taken = [p for p in declared if p.kind in kinds]
+    wanted = [p for p in taken if p.default is p.empty]
+    named = len(wanted) <= len(batch) < len(taken) and taken[0].name == "model"
+    if named or len(wanted) == len(batch) + 1 or any(p.kind is p.VAR_POSITIONAL for p in declared):
         return loss_fn(model, *batch)
     return loss_fn(model(batch[0]), *batch[1:])
 

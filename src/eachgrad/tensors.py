@@ -31,7 +31,6 @@ class Tensors:
         self.constants = {id(t) for t in constants}
         self.alias_nodes: dict[Node, list[Use]] = {}  # where uses that stayed attached begin
         self.tap_nodes: set[Node] = set()  # the outputs of certain uses
-        self.closed = False  # every tensor that holds samples is known: others are constants
         self.opaque = False  # a tensor of the batch came out of something that was not seen
         self._strong: dict[int, tuple[ref, int]] = {}  # with the number of each
         self._count = 0
@@ -104,7 +103,7 @@ class Tensors:
 
     def may_have_samples(self, t: Tensor) -> bool:
         """Whether `t`, of which nothing is known, may hold samples: it is no number and no buffer."""
-        return t.ndim > 0 and id(t) not in self.constants and not self.closed
+        return t.ndim > 0 and id(t) not in self.constants
 
     def carrier(self, t: Tensor) -> str | None:
         """'pure' or 'impure' for a tensor that carries parameters, None for any other.

@@ -203,8 +203,8 @@ class Graph:
 
     def _record(self, args: Sequence[Any]) -> tuple[Recorder, Tensor]:
         parameters = {n: a for n, a in zip(self.names, args, strict=True) if n is not None}
-        recorder = Recorder(parameters, [], None)
-        recorder.tensors.closed = True
+        others = [a for k, a in enumerate(args) if isinstance(a, Tensor) and k not in self.given]
+        recorder = Recorder(parameters, [a for a in others if not a.requires_grad], None)
         recorder.tensors.mark_strong([args[k] for k in sorted(self.inputs)])
         with recorder:
             out = self.gm(*args)

@@ -53,7 +53,7 @@ WAYS = {
     "at once": {},
     "in pieces of one": {"max_physical_batch": 1, "batch_size": 3},
     "in pieces of five": {"max_physical_batch": 5},
-    "nobody drawn": {"batch_size": 1, "empty": True, "steps": 60},
+    "nobody drawn": {"batch_size": 1, "empty": True, "steps": 100},
     "shuffled": {"sampling": "shuffled"},
     "secure": {"secure": True},
     "groups": {"clipping": "per_group"},

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from eachgrad import CaptureError
 from eachgrad.private import Adaptive, Batch, Flat, Normalised, PerGroup
+from eachgrad.private.gathering import Engine
 from oracle import assert_same
 
 BOUND = 1.2  # among the norms of the samples
@@ -125,6 +126,29 @@ def test_compiled_and_eager_are_the_same_and_nothing_is_compiled_twice(clipping)
     assert runs[1].engine.ask.reasons() == []
     assert runs[0].totals() == runs[1].totals()
     assert_same(parameters_of(runs[1]), parameters_of(runs[0]), 1e-5)
+
+
+class Lending(Engine):
+    """Hands out the same memory every time, as a CUDA graph does."""
+
+    def answer(self, batch, samples, filled):
+        found, losses = super().answer(batch, samples, filled)
+        self.memory = getattr(self, "memory", {name: torch.empty_like(g) for name, g in found.grad.items()})
+        for name, g in found.grad.items():
+            self.memory[name].copy_(g)
+        found.grad = self.memory
+        return found, losses
+
+
+@pytest.mark.parametrize("pieces", [4, None])
+def test_answers_may_be_overwritten_by_those_of_the_next_piece(pieces, monkeypatch):
+    runs = [make(generator=fixed(), max_physical_batch=pieces)]
+    monkeypatch.setattr("eachgrad.private.make.Engine", Lending)
+    runs.append(make(generator=fixed(), max_physical_batch=pieces))
+    for run in runs:
+        train(run)
+    assert isinstance(runs[1].engine, Lending)
+    assert_same(parameters_of(runs[1]), parameters_of(runs[0]), 1e-6)
 
 
 class Sequences(Dataset):

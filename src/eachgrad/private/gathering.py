@@ -29,6 +29,7 @@ class Engine:
         self.model, self.loss_fn, self.rule = model, loss_fn, rule
         self.nonfinite, self.options, self.pad_to = nonfinite, options, pad_to
         self.ask: Any = None
+        self._sent: tuple[float, Tensor] | None = None
 
     def record(self) -> eachgrad.Tape:
         return eachgrad.record(self.model, **self.options)
@@ -39,10 +40,9 @@ class Engine:
         if self.loss_fn is None:
             raise ValueError("run.step computes the losses itself: pass loss_fn to make_private, or go by hand")
         if self.ask is not None:
-            unit = torch.tensor(self.rule.unit, device=next(self.model.parameters()).device)
-            found = self.ask(*args, unit)
+            found = self.ask(*args, self._unit())
             check_count(found.losses, filled)
-            return found, found.losses * unit
+            return found, found.losses * self._unit()
         with self.record() as tape, _as_one_argument(batch):
             losses = call_loss(self.model, self.loss_fn, args)
         check_count(losses, filled)
@@ -58,8 +58,17 @@ class Engine:
         tape.ask(losses / self.rule.unit, into=asked)
         return asked.answer()
 
+    def _unit(self) -> Tensor:
+        """The rule's unit on the model's device, where it is sent only when it has changed: the host would wait for that."""
+        if self._sent is None or self._sent[0] != self.rule.unit:
+            self._sent = self.rule.unit, torch.tensor(self.rule.unit, device=next(self.model.parameters()).device)
+        return self._sent[1]
+
     def _compile(self) -> Any:
-        """A callable (*batch, unit) -> answers and losses, as one compiled graph for batches of any size."""
+        """A callable (*batch, unit) -> answers and losses, as one compiled graph for batches of any size.
+
+        On a GPU it is a CUDA graph, whose answers the next call overwrites.
+        """
         loss_fn = self.loss_fn
         assert loss_fn is not None
 
@@ -68,7 +77,8 @@ class Engine:
             return call_loss(model, loss_fn, args) / unit
 
         queries: dict[str, Any] = {**self.rule.queries(self.nonfinite)}
-        return eachgrad.compile(self.model, losses, batch_dim=self.options["batch_dim"], pad_to=self.pad_to, **queries)
+        options: dict[str, Any] = {"batch_dim": self.options["batch_dim"], "pad_to": self.pad_to}
+        return eachgrad.compile(self.model, losses, mode="reduce-overhead", copies=False, **options, **queries)
 
 
 def arguments(batch: Any) -> list[Any]:
@@ -111,14 +121,16 @@ class Gathered:
     clipped: list[Tensor] = field(default_factory=list)
     nonfinite: list[Tensor] = field(default_factory=list)
 
-    def add(self, answer: Any, losses: Tensor, size: int) -> None:
-        """Take in the answers for a piece whose first `size` samples are real."""
+    def add(self, answer: Any, losses: Tensor, size: int, last: bool = True) -> None:
+        """Take in the answers for a piece whose first `size` samples are real.
+
+        Unless it is the `last` one, the next piece's may overwrite them.
+        """
         grads: Mapping[str, Tensor] = answer.grad
         if not self.sums:
-            self.sums = dict(grads)
+            self.sums = dict(grads) if last else {name: value.clone() for name, value in grads.items()}
         else:
-            # Not in place: two answers of a compiled graph may be one tensor.
-            self.sums = {name: value + grads[name] for name, value in self.sums.items()}
+            torch._foreach_add_(list(self.sums.values()), [grads[name] for name in self.sums])  # pyright: ignore
         over, bad = self.rule.clipped(answer)
         self.samples += size
         self.losses.append(losses[:size].detach().float().sum())

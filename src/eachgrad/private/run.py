@@ -115,13 +115,13 @@ class Run:
     def step(self, batch: Batch) -> StepResult:
         """One step of the optimizer with a batch of `run.loader`: clip, sum, add noise, divide by batch_size, step."""
         step = self._begin(batch)
-        for samples, size in zip(batch.samples(), batch.sizes, strict=True):
+        for k, (samples, size) in enumerate(zip(batch.samples(), batch.sizes, strict=True), 1):
             filled = self._filled(size)
             piece = to_device(self.loader.samples.batch(samples, filled), self.device)
             buffers = checks.Buffers(self.model)
             answer, losses = self.engine.answer(piece, size, filled)
             buffers.check()
-            step.gathered.add(answer, losses, size)
+            step.gathered.add(answer, losses, size, last=k == len(batch.sizes))
         result = self._finish(step)
         self.optimizer.step()
         return result
@@ -144,7 +144,7 @@ class Run:
         check_count(losses, step.waiting)
         step.buffers.check()
         answer = self.engine.answer_by(step.tape, losses)
-        step.gathered.add(answer, losses, step.waiting)
+        step.gathered.add(answer, losses, step.waiting, last=step.pieces + 1 == len(step.batch.sizes))
         step.waiting, step.tape, step.pieces = None, None, step.pieces + 1
         if step.pieces == len(step.batch.sizes):
             self._finish(step)
