@@ -22,6 +22,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from eachgrad.blocks import Block, Dense, Outer
 from eachgrad.rules import scan
 from eachgrad.rules.linear import all_but_last, positions, summed
+from eachgrad.rules.recurrence import is_traced, recurrence
 from eachgrad.rules.registry import composite, rule
 
 
@@ -117,7 +118,12 @@ class _Layer:
         if not z.requires_grad and torch.is_grad_enabled():
             z = z.requires_grad_()
         w_hh, b_hh = bare(self.w_hh), None if self.b_hh is None else bare(self.b_hh)
-        run = self._stepwise if twice(z) else self._fused if z.is_cuda else self._scan
+        if twice(z):
+            run = self._stepwise
+        elif is_traced(z) and steps.uniform:
+            run = self._as_one_op
+        else:
+            run = self._fused if z.is_cuda else self._scan
         out, final, kept = run(z, w_hh, b_hh, state, steps)
         use_at(z, gru_hidden if self.kind == "gru" else F.linear, kept[0], self.w_hh, self.b_hh, *kept[1:])
         return out, final
@@ -143,6 +149,18 @@ class _Layer:
                 out, *final = op(z, sizes, hx, weights, biases, 1, 0.0, True, False)
             kept = self._before(z.detach().view(len(out), -1), states[0], out.detach(), steps)
             return out, tuple(s.squeeze(0) for s in final), kept
+
+    def _as_one_op(
+        self, z: Tensor, w_hh: Tensor, b_hh: Tensor | None, state: tuple[Tensor, ...], steps: _Steps
+    ) -> _Run:
+        with torch._C.DisableTorchFunction(), torch.autocast(z.device.type, enabled=False):
+            # On a CPU sixteen bits are too few for states that are added up over the steps.
+            given, dtype = z.dtype, z.dtype if z.is_cuda else torch.promote_types(z.dtype, torch.float32)
+            z, states = z.to(dtype), [s.to(dtype) for s in state]
+            weights = w_hh.detach().to(dtype), None if b_hh is None else b_hh.detach().to(dtype)
+            out, final = recurrence(z, *weights, states, self.kind, len(steps.sizes))
+            kept = self._before(z.detach(), states[0][None], out.detach(), steps)
+            return out.to(given), tuple(s.to(given) for s in final), tuple(t.to(given) for t in kept)
 
     def _before(self, z: Tensor, state: Tensor, out: Tensor, steps: _Steps) -> tuple[Tensor, ...]:
         """The hidden state before each row, and a GRU's reset gates."""
