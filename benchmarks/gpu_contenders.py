@@ -71,7 +71,6 @@ class Contender:
     package: str | None = None  # what it needs beside torch
     private: bool = True  # whether it clips, and so adds noise, in a private step
     kernel: bool = False  # whether its noise is eachgrad's own, in one launch for all parameters
-    graphs: bool = False  # whether it holds on to memory for a CUDA graph
 
     def adds_torch_noise(self, work: str, on_gpu: bool) -> bool:
         """Whether torch's noise is part of its update."""
@@ -234,10 +233,10 @@ CONTENDERS: dict[str, Contender] = {
     for c in (
         Contender("plain", plain, private=False),
         Contender("plain_compiled", plain_compiled, private=False),
-        Contender("plain_graphs", partial(plain_compiled, mode="reduce-overhead"), private=False, graphs=True),
+        Contender("plain_graphs", partial(plain_compiled, mode="reduce-overhead"), private=False),
         Contender("eachgrad", eachgrad_eager, kernel=True),
         Contender("eachgrad_compiled", eachgrad_compiled, kernel=True),
-        Contender("eachgrad_graphs", partial(eachgrad_compiled, mode="reduce-overhead"), kernel=True, graphs=True),
+        Contender("eachgrad_graphs", partial(eachgrad_compiled, mode="reduce-overhead"), kernel=True),
         Contender("opacus", opacus, "opacus"),
         Contender("opacus_ghost", opacus_ghost, "opacus"),
         Contender("vmap", vmap),

@@ -89,13 +89,12 @@ class Entrant:
         self.model, self.update, self.calls = model, update, 0
         self.noisy = task.work == "private" and contender.private
         self.torch_noise = contender.adds_torch_noise(task.work, on_gpu())
-        self.graphs = contender.graphs
         # By name: Opacus' own layers have another order, which would be another graph of the update.
         self.parameters = dict(sorted(task.parameters.items()))
         self.row: Row = {}
         self.times: list[float] = []
         clean()
-        before = self.used() if on_gpu() else 0
+        before = torch.cuda.memory_reserved() if on_gpu() else 0
         start = time.perf_counter()
         built = contender.build(task)
         self.call, self.note = built.call, built.note
@@ -129,18 +128,17 @@ class Entrant:
         self.update(list(self.parameters.values()), grads, self.torch_noise)
 
     def peak(self, before: int) -> int:
-        """The most bytes during a step above the model, with whatever the contender keeps between steps."""
+        """The most bytes during a step above the model, with whatever the contender keeps between steps.
+
+        On a GPU it is what is taken from the device, gaps between tensors included: a CUDA graph keeps all of it.
+        """
         if not on_gpu():
             return peak(self.step)
         clean()
         torch.cuda.reset_peak_memory_stats()
         self.step()
         torch.cuda.synchronize()
-        return (torch.cuda.max_memory_reserved() if self.graphs else torch.cuda.max_memory_allocated()) - before
-
-    def used(self) -> int:
-        """Bytes of tensors; with a CUDA graph, which keeps what it once took, of all memory that is not free."""
-        return torch.cuda.memory_reserved() if self.graphs else torch.cuda.memory_allocated()
+        return torch.cuda.max_memory_reserved() - before
 
     def run(self) -> None:
         """Time a few steps; those that measure where the samples lie run before, on a clock of their own."""
