@@ -114,8 +114,10 @@ class PerSample(Running):
         return ""
 
     def add(self, gradient: Gradient) -> None:
-        value = self.row(gradient)
-        parts = self.parts.setdefault(self.key(gradient.name), [])
+        self.gather(self.key(gradient.name), self.row(gradient))
+
+    def gather(self, key: str, value: Tensor) -> None:
+        parts = self.parts.setdefault(key, [])
         parts[:] = [total([*parts, value])] if parts else [value]
 
     def end(self) -> None:

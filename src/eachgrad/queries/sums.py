@@ -13,6 +13,7 @@ from eachgrad import doubts, plan
 from eachgrad.blocks.base import Shared
 from eachgrad.gradient import Gradient, root, total
 from eachgrad.queries.base import Over, PerParameter, PerSample, Query, Running
+from eachgrad.queries.packing import Pack, key_of
 from eachgrad.selection import check_clipping, clip_factors, grouped
 
 
@@ -35,12 +36,22 @@ class RunningNorms(PerSample):
     def begin(self, batch_size: int, costs: Mapping[str, plan.Cost]) -> None:
         super().begin(batch_size, costs)
         self.shared = Shared()
+        self.packs: dict[Any, Pack] = {}
 
     def row(self, gradient: Gradient) -> Tensor:
         return gradient.squared_norms(self.shared)
 
+    def add(self, gradient: Gradient) -> None:
+        key = key_of(gradient) if self.by is None else None
+        if key is None:
+            super().add(gradient)
+        else:
+            self.packs.setdefault(key, Pack()).gradients.append(gradient)
+
     def end(self) -> None:
-        self.shared = Shared()
+        for pack in self.packs.values():
+            self.gather("", pack.squares())
+        self.shared, self.packs = Shared(), {}
         super().end()
 
     def key(self, name: str) -> str:
@@ -138,9 +149,11 @@ class RunningClip(PerParameter):
         super().begin(batch_size, costs)
         self.how = plan.schedule({n: costs[n] for n in self.over.parameters}, self.over.budget)
         self.shared = Shared()
-        self.squares: dict[str, Tensor] = {}
-        self.spreads: dict[str, Tensor] = {}
+        self.seen: set[str] = set()
+        self.squares: dict[str, list[Tensor]] = {group: [] for group in self.members}
+        self.spreads: dict[str, list[Tensor]] = {group: [] for group in self.members}
         self.held: dict[str, Gradient] = {}
+        self.packs: dict[Any, Pack] = {}
         self.factors: tuple[dict[str, Tensor], Tensor | None] | None = None
 
     def keeps(self, name: str) -> bool:
@@ -150,27 +163,34 @@ class RunningClip(PerParameter):
         if self.factors is not None:  # a second time
             self._sum(gradient)
             return
-        self.squares[gradient.name] = gradient.squared_norms(self.shared)
+        name, group = gradient.name, self.owner[gradient.name]
+        self.seen.add(name)
+        key = key_of(gradient) if self.how[name] != "again" else None
+        if key is not None:
+            self.packs.setdefault((group, key), Pack()).gradients.append(gradient)
+            return
+        self.squares[group].append(gradient.squared_norms(self.shared))
         if gradient.spread is not None:
-            self.spreads[gradient.name] = gradient.spread
-        if self.how[gradient.name] != "again":
-            self.held[gradient.name] = gradient
+            self.spreads[group].append(gradient.spread)
+        if self.how[name] != "again":
+            self.held[name] = gradient
 
     def again(self) -> set[str]:
-        norms = {group: self._norms(names) for group, names in self.members.items()}
-        factors, index = self._factors(norms)
+        for (group, _), pack in self.packs.items():
+            self.squares[group].append(pack.squares())
+        factors, index = self._factors({group: self._norms(group) for group in self.members})
         settled = doubts.settle(list(factors.values()))
         self.factors, self.shared = (dict(zip(factors, settled, strict=True)), index), Shared()
         for name in list(self.held):
             self._sum(self.held.pop(name))
-        return set(self.squares) - set(self.batch)
+        for group, key in list(self.packs):
+            self.batch |= self.packs.pop((group, key)).sums(self.factors[0][group], index, self.query.wide)
+        return self.seen - set(self.batch)
 
-    def _norms(self, names: list[str]) -> Tensor:
+    def _norms(self, group: str) -> Tensor:
         """The norms of what is going to be summed, (B,): at most so large, where the sum rounds its terms."""
-        squares = [self.squares[n] for n in names] if names else [torch.zeros(self.batch_size)]
-        spreads = [self.spreads[n] for n in names if n in self.spreads]
-        norms = root(total(squares))
-        return norms + root(total(spreads)) if spreads else norms
+        norms = root(total(self.squares[group] or [torch.zeros(self.batch_size)]))
+        return norms + root(total(self.spreads[group])) if self.spreads[group] else norms
 
     def _sum(self, gradient: Gradient) -> None:
         assert self.factors is not None
