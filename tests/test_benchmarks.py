@@ -29,5 +29,17 @@ def test_gpu_benchmark_in_small():
         assert all(" ms " in line and "WRONG" not in line for line in rows), text
 
 
+def test_private_gpu_benchmark_in_small():
+    contenders = ["private", "private_half", "private_shuffled"]
+    text = ran(
+        "benchmarks/private_gpu.py", "--tiny", "--rounds", "1", "--steps", "2", "--dtype", "fp32", "--models", "gpt2",
+        "--contenders", *contenders,
+    )  # fmt: skip
+    rows = [line.partition("] ")[2] for line in text.splitlines() if " a sample | " in line]
+    assert [line.split()[1] for line in rows] == [*contenders, "plain_compiled"], text
+    # Nothing was answered eagerly, which a reason at the end would say, and the clipped sums are right.
+    assert all(" 1 graphs, " in line and "WRONG" not in line and ";" not in line for line in rows[:-1]), text
+
+
 def test_a_private_example():
     assert "accuracy" in ran("examples/private_breast_cancer.py")

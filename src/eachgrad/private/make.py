@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from eachgrad.private.gathering import Engine
 from eachgrad.private.noise import Fixed, Secure, Source
 from eachgrad.private.run import SPENT, Run, Settings
 from eachgrad.private.sampling import Poisson, Samples, Shuffled, opened
+from eachgrad.private.sizes import sizes
 from eachgrad.receipt import aliases_of
 
 
@@ -86,7 +86,7 @@ def make_private(
     checks.check_target_delta(target_delta, n)
     rule = rule_for(clipping, max_grad_norm, parameters, aliases_of(model))
     by_graph = all(p.is_cuda for p in parameters.values()) if compile is None else compile
-    largest, width = _sizes(max_physical_batch, n, batch_size, by_graph)
+    largest, width = sizes(max_physical_batch, n, batch_size, by_graph, sampling == "poisson")
     noise, drawing = _sources(generator, secure)
     before = _before(model, history)
     settings = Settings(n, batch_size, steps, noise_multiplier or 0.0, target_delta, sampling, accountant)
@@ -119,17 +119,6 @@ def _before(model: nn.Module, history: Sequence[Spent] | None) -> History:
     if not all(isinstance(some, Spent) for some in before):
         raise TypeError("history is that of another run: pass history=run.history")
     return before
-
-
-def _sizes(given: int | None, n: int, batch_size: int, by_graph: bool) -> tuple[int, int]:
-    """The most samples in a physical batch, and the number that its size is a multiple of."""
-    if given is not None:
-        checks.check_size("max_physical_batch", given)
-    if by_graph:
-        # One size for all: what Poisson draws is above it once in 30,000 steps, and is split then.
-        return min(n, given or math.ceil(batch_size + 4 * math.sqrt(batch_size))), 1
-    # A size that is new is measured, at about the price of two backwards; a sixteenth of a batch is filled up at worst.
-    return min(n, given or n), 1 << max(0, (batch_size // 16).bit_length() - 1)
 
 
 def _sources(generator: Generator | None, secure: bool) -> tuple[Source, Source]:

@@ -91,8 +91,9 @@ class Samples:
         filled = samples + samples[:1] * (size - len(samples) if size else 0)
         if self.tensors is None:
             return self.collate(filled)
-        index = torch.tensor(filled)
-        return [t[index.to(t.device)] for t in self.tensors]
+        # From pinned memory, or the host would wait for the device to be done with all that it was given before.
+        index = torch.tensor(filled, pin_memory=any(t.is_cuda for t in self.tensors))
+        return [t[index.to(t.device, non_blocking=True)] for t in self.tensors]
 
     def _taken(self, index: Sequence[int]) -> list[Any]:
         many: Any = getattr(self.dataset, "__getitems__", None)

@@ -1,0 +1,222 @@
+"""One contender of benchmarks/private_gpu.py at work: its steps, their time and memory, the host's part, and its answers."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from gpu import eager, in_float32
+from gpu_contenders import Task
+from gpu_entrant import Row, Truth, clean, compared, on_gpu
+from private_steps import OPTIMIZERS, Private, Trainer, Training
+
+from eachgrad.kernels.signals import Slot
+from eachgrad.private import checks, gathering, run, sampling
+
+Steps = list[tuple[float, int]]  # seconds and samples of each
+
+WARM_UP = 10  # steps: the 8th call of the graph has measured, and the 9th has captured
+
+# Where the host's time goes: functions and methods by the part of a step that they belong to.
+PARTS: list[tuple[Any, str, str]] = [
+    (checks, "check_unchanged", "check_unchanged"), (checks, "check_optimizer", "check_optimizer"),
+    (checks, "check_modules", "check_modules"), (checks.Buffers, "__init__", "Buffers"),
+    (checks.Buffers, "check", "Buffers"), (sampling.Samples, "batch", "batch"), (run, "to_device", "to_device"),
+    (gathering.Engine, "answer", "answer"), (Slot, "wait", "wait"), (gathering.Gathered, "add", "gather"),
+    (gathering.Gathered, "result", "gather"), (run, "write_gradients", "noise"),
+    (sampling.Poisson, "draw", "draw"), (sampling.Shuffled, "draw", "draw"),
+]  # fmt: skip
+
+
+class Parts:
+    """The host's seconds in each part of a step, while it is entered: {part: seconds}, without those inside another."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.places = [*PARTS, (optimizer, "step", "optimizer")]
+        self.seconds: dict[str, float] = {}
+        self._inside = [0.0]  # what was spent in parts within the one that is open
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Parts:
+        for owner, name, label in self.places:
+            self._stack.enter_context(patch.object(owner, name, self._timed(label, getattr(owner, name))))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _timed(self, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._inside.append(0.0)
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                took = time.perf_counter() - start
+                self.seconds[label] = self.seconds.get(label, 0.0) + took - self._inside.pop()
+                self._inside[-1] += took
+
+        return call
+
+    def taken(self, total: float) -> dict[str, float]:
+        """The parts of a step that took `total`, with the rest of it as "other"; the count begins anew."""
+        found, self.seconds = self.seconds, {}
+        return found | {"other": total - sum(found.values())}
+
+
+def sync() -> None:
+    if on_gpu():
+        torch.cuda.synchronize()
+
+
+def seconds(step: Callable[[], object], times: int) -> list[float]:
+    """How long each of `times` steps takes, one after another with no wait in between."""
+    if not on_gpu():
+        marks = [time.perf_counter()]
+        for _ in range(times):
+            step()
+            marks.append(time.perf_counter())
+        return [b - a for a, b in pairwise(marks)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+    sync()
+    for k, event in enumerate(events):
+        if k:
+            step()
+        event.record()
+    sync()
+    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
+
+
+class Runner:
+    """A contender on its own copy of the model, warm; its figures in `row`, its steps in `rounds`."""
+
+    def __init__(self, build: Callable[[Training], Trainer], task: Task, data: Any, options: argparse.Namespace):
+        setup = replace(task.setup, model=copy.deepcopy(task.setup.model))
+        task = replace(task, setup=setup)
+        optimizer = OPTIMIZERS[options.optimizer](p for p in setup.model.parameters() if p.requires_grad)
+        self.training, self.options = Training(task, data, optimizer), options
+        self.rounds: list[Steps] = []
+        self.unusual: list[float] = []
+        clean()
+        before = used()
+        start = time.perf_counter()
+        self.trainer = build(self.training)
+        for _ in range(WARM_UP):
+            self.trainer.step()
+        sync()
+        self.row: Row = {"cold_seconds": time.perf_counter() - start}
+        self.row |= {f"{name}_at_most": peak - before[name] for name, peak in peaks().items()}
+        self.row |= {name: peak - before[name] for name, peak in self.peak().items()}
+
+    def peak(self) -> dict[str, int]:
+        """The most bytes during a usual step, with all that is kept between steps."""
+        while True:
+            clean()
+            used()
+            self.trainer.step()
+            sync()
+            if self.trainer.was_usual():
+                return peaks()
+
+    def round(self) -> None:
+        """Time so many usual steps."""
+        self.trainer.step()  # fetches the memory that the other contender has given back
+        done: Steps = []
+        while len(done) < self.options.steps:
+            seen: list[tuple[int, bool]] = []
+            times = seconds(lambda seen=seen: seen.append((self.trainer.step(), self.trainer.was_usual())), 5)
+            done += [(t, n) for t, (n, usual) in zip(times, seen, strict=True) if usual]
+            self.unusual += [t for t, (_, usual) in zip(times, seen, strict=True) if not usual]
+        self.rounds.append(done)
+        if on_gpu():
+            torch.cuda.empty_cache()
+
+    def host(self, alone: bool) -> Row:
+        """Milliseconds that the host spends in each part of a usual step, medians; `alone`: the device idle before."""
+        found: list[dict[str, float]] = []
+        with Parts(self.training.optimizer) as parts:
+            while len(found) < self.options.steps:
+                if alone:
+                    sync()
+                start = time.perf_counter()
+                self.trainer.step()
+                taken = parts.taken(time.perf_counter() - start)
+                if self.trainer.was_usual():
+                    found.append(taken)
+        sync()
+        names = sorted({name for taken in found for name in taken})
+        each = {name: 1e3 * statistics.median(taken.get(name, 0.0) for taken in found) for name in names}
+        work = 1e3 * statistics.median(sum(taken.values()) - taken.get("wait", 0.0) for taken in found)
+        return {"work": work, "parts": each}
+
+    def waits(self) -> list[str]:
+        """The places in a usual step at which the host waits for the device, as torch sees them."""
+        if not on_gpu():
+            return []
+        while True:
+            torch.cuda.set_sync_debug_mode("warn")
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                self.trainer.step()
+            torch.cuda.set_sync_debug_mode("default")
+            if self.trainer.was_usual():
+                return [f"{Path(w.filename).name}:{w.lineno}" for w in said if "called a synchron" in str(w.message)]
+
+    def finish(self) -> None:
+        """What is looked at once, after all rounds."""
+        self.row["host"] = self.host(alone=True)
+        self.row["host_in_flow"] = self.host(alone=False)
+        self.row["waits"] = self.waits()
+        if isinstance(self.trainer, Private):
+            self.row |= facts(self.trainer) | checked(self.trainer)
+
+
+def used() -> dict[str, int]:
+    """Bytes of tensors, and of all that the allocator holds; the count of their peaks begins anew."""
+    if not on_gpu():
+        return {"allocated": 0, "reserved": 0}
+    torch.cuda.reset_peak_memory_stats()
+    return {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
+
+
+def peaks() -> dict[str, int]:
+    if not on_gpu():
+        return {"allocated": 0, "reserved": 0}
+    return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+
+
+def facts(private: Private) -> Row:
+    """What a run has drawn, and how its steps were answered."""
+    ask, drawn = private.run.engine.ask, private.drawn
+    steps = [step for graph in ask.graphs for step in graph.step.values()]
+    return {
+        "max_physical_batch": private.run.loader.largest, "samples_a_step": statistics.mean(map(sum, drawn)),
+        "pieces_a_step": statistics.mean(map(len, drawn)), "graphs": len(ask.graphs), "compiled": len(steps),
+        "computed_a_step": statistics.mean(map(len, drawn)) * private.run.loader.largest,  # filled up
+        "replayed": sum(getattr(step.call, "graph", None) is not None for step in steps), "reasons": ask.reasons(),
+    }  # fmt: skip
+
+
+def checked(private: Private) -> Row:
+    """How far the clipped sums of a step's pieces are from eager ones in float32, and whether that is by rounding."""
+    rows: list[Row] = []
+    eagerly: list[float] = []
+    for task, found in private.answers():
+        exact = in_float32(partial(eager, task, "private"))
+        usual = compared(eager(task, "private", task.dtype), Truth(exact))
+        eagerly.append(usual["deviation"])
+        rows.append(compared(found, Truth(exact, usual)))
+    found = {"deviation": max(row["deviation"] for row in rows), "deviation_of_eager": max(eagerly)}
+    return found | {"right": all(row["right"] for row in rows)}
