@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import eachgrad
-from eachgrad import step
+from eachgrad import laying, step
 from eachgrad.alignment import align
 from eachgrad.blocks import arithmetic, outer, patches, windows
 from eachgrad.channels import channels_last
+from eachgrad.laying import laid_out
 from eachgrad.rules import norm
-from eachgrad.tidy import loosen, merge
+from eachgrad.tidy import merge
 
 aten = torch.ops.aten
 
@@ -101,28 +102,54 @@ def strided(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     return out, out.as_strided((3, 5), (1, 2), 4), out.view(-1)[::2]
 
 
-def test_what_reads_memory_by_strides_finds_it_as_it_was():
-    torch.manual_seed(0)
-    x, w, v = (torch.randn(*shape, dtype=torch.float64) for shape in ((6, 16), (13, 16), (13, 5)))
-    traced = make_fx(strided, tracing_mode="fake")(x, w, v)
-    assert align(traced.graph, slow=lambda value: True)
-    assert loosen(traced.graph)  # once more
+def laid(fn, *args) -> torch.fx.GraphModule:
+    """The traced function with everything laid out as on a GPU."""
+    traced = make_fx(fn, tracing_mode="fake")(*args)
+    traced.graph = laid_out(traced)
     traced.graph.lint()
     traced.recompile()
-    for a, b in zip(traced(x, w, v), strided(x, w, v), strict=True):
+    return traced
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    """Everything is laid out anew, on a CPU as well."""
+    for change in (align, channels_last):
+        monkeypatch.setattr(laying, change.__name__, lambda graph, f=change: f(graph, lambda value: True))
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_what_reads_memory_by_strides_finds_it_as_it_was():
+    torch.manual_seed(0)
+    args = [torch.randn(*shape, dtype=torch.float64) for shape in ((6, 16), (13, 16), (13, 5))]
+    traced = laid(strided, *args)
+    assert aten.cat.default in targets(traced)
+    for a, b in zip(traced(*args), strided(*args), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_memory_that_was_not_in_order_stays():
+@pytest.mark.usefixtures("everywhere")
+def test_memory_that_was_turned_is_turned_again():
     def turned(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         out = (x @ w).t()
         return out, out.as_strided((3, 5), (1, 2), 4)
 
-    x, w = torch.randn(6, 13, dtype=torch.float64), torch.randn(13, 5, dtype=torch.float64)
-    traced = make_fx(turned, tracing_mode="fake")(x, w)
-    assert align(traced.graph, slow=lambda value: True) == 0
-    assert not loosen(traced.graph)
-    for a, b in zip(traced(x, w), turned(x, w), strict=True):
+    args = torch.randn(6, 13, dtype=torch.float64), torch.randn(13, 5, dtype=torch.float64)
+    traced = laid(turned, *args)
+    for a, b in zip(traced(*args), turned(*args), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_memory_with_gaps_is_left_as_it_is():
+    def gaps(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        out = (x @ w)[:, ::2]
+        return out, out.as_strided((3, 2), (1, 2), 4)
+
+    args = torch.randn(6, 13, dtype=torch.float64), torch.randn(13, 5, dtype=torch.float64)
+    traced = laid(gaps, *args)
+    assert aten.cat.default not in targets(traced)
+    for a, b in zip(traced(*args), gaps(*args), strict=True):
         assert torch.equal(a, b)
 
 
@@ -148,7 +175,30 @@ class Odd(nn.Module):
         return self.layers(x).mean(1)
 
 
+class Attended(nn.Module):
+    """A convolution's maps as the queries, keys and values of an attention, and weights of a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 12, 3, 1, 1)
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(4, 5))
+        self.norm = nn.GroupNorm(3, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.norm(self.conv(x)).flatten(2).transpose(1, 2).chunk(3, 2)
+        return self.linear(nn.functional.scaled_dot_product_attention(q, k, v).mean(1))
+
+
+def noting(change, calls):
+    def run(graph):
+        calls.append(change(graph, lambda value: True))
+        return calls[-1]
+
+    return run
+
+
 MODELS = {
+    "maps as queries": (Attended, (5, 3, 8, 8)),
     "convolutions": (
         lambda: nn.Sequential(Residual(3, 4, 1), Residual(4, 6, 2), nn.Flatten(), nn.Linear(6 * 16, 5)),
         (5, 3, 8, 8),
@@ -161,11 +211,12 @@ MODELS = {
 def test_whole_steps_as_on_a_gpu(name, monkeypatch):
     """Forward, backward and answers with products padded and channels last are what they are without."""
     calls = []
+    monkeypatch.setattr(step, "takes_any_layout", lambda backend: True)
     for module in (arithmetic, outer, patches, windows, norm):
         monkeypatch.setattr(module, "on_gpu", lambda t: True)
     monkeypatch.setattr(patches.Patches, "_native", False)
     for change in (align, channels_last):
-        monkeypatch.setattr(step, change.__name__, lambda graph, f=change: calls.append(f(graph, lambda value: True)))
+        monkeypatch.setattr(laying, change.__name__, noting(change, calls))
     make, shape = MODELS[name]
     torch.manual_seed(0)
     model, y = make().double(), torch.randint(5, (5,))

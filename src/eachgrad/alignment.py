@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map_only
 
 from eachgrad import plan
-from eachgrad.tidy import loosen
+from eachgrad.channels import loosen
 
 aten = torch.ops.aten
 
@@ -36,8 +36,9 @@ def is_slow(value: Tensor) -> bool:
 def align(graph: Graph, slow: Callable[[Tensor], bool] = is_slow) -> int:
     """Rewrite the products of a traced graph whose operands are not aligned; how many there were."""
     products = [node for node in graph.nodes if node.target in _PRODUCTS and any(_unaligned(node, slow))]
-    if not products or not loosen(graph):
+    if not products:
         return 0
+    loosen(graph)
     padding = _Padding(graph)
     for node in products:
         dims = _unaligned(node, slow)
@@ -90,6 +91,7 @@ class _Padding:
         for wanted, dim in ((rows, len(shape) - 2), (columns, len(shape) - 1)):
             if wanted:
                 value = self._call(value, aten.slice.Tensor, value, dim, 0, shape[dim])
+        value.meta["stride"] = node.meta.get("stride")  # as it lay
         node.replace_all_uses_with(value)
 
     def _call(self, after: Node, target: Any, *args: Any, **kwargs: Any) -> Node:

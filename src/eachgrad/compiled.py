@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from eachgrad import padding
 from eachgrad.queries import Accumulator, Answer, Query
 from eachgrad.receipt import call_loss
 from eachgrad.tape import record
-from eachgrad.traced import Given, Graph
+from eachgrad.traced import Given, Graph, NotCompiled
 
 
 def compile(
@@ -90,7 +91,7 @@ class Compiled:
                 self._front(*self._given.arguments)
             assert self._answer is not None
             return self._answer
-        except TorchDynamoException as error:
+        except (TorchDynamoException, GuardOnDataDependentSymNode) as error:
             answer = self.eager(batch)  # or it is the model that fails, and says so better
             self._refused = f"the compiler does not take the forward as one graph: {_first_line(error)}"
             return answer
@@ -103,6 +104,9 @@ class Compiled:
         return refused + [reason for graph in self.graphs for reason in graph.reasons()]
 
     def _backend(self, gm: GraphModule, example: Sequence[Tensor]) -> Callable[..., Any]:
+        (returned,) = gm.graph.find_nodes(op="output")[0].args
+        if len(returned) != 1:  # type: ignore[arg-type]
+            raise NotCompiled("the forward keeps a tensor for later, beside the losses")
         graph = Graph(self, gm)
         self.graphs.append(graph)
 
@@ -125,6 +129,7 @@ class Compiled:
 
 
 def _first_line(error: Exception) -> str:
+    error = getattr(error, "inner_exception", error)  # what a compiler's failure was about
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 

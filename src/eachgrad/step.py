@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from eachgrad.alignment import align
-from eachgrad.channels import channels_last
 from eachgrad.functions import without_autocast
 from eachgrad.kernels.signals import Slot
+from eachgrad.laying import laid_out
 from eachgrad.replay import Replay
-from eachgrad.tidy import merge
+from eachgrad.tidy import changes, may_differ, merge
 
 
 @dataclass(frozen=True)
@@ -63,20 +62,24 @@ def compiled(
     """
     from torch._functorch.compile_utils import fx_graph_cse
 
-    if not any(map(_changes, traced.graph.nodes)):  # two buffers that are written to are not one
+    if not any(map(changes, traced.graph.nodes)):  # two buffers that are written to are not one
         merge(traced.graph)
-        traced.graph = fx_graph_cse(traced.graph)
-        align(traced.graph)
-        channels_last(traced.graph)
+        if not may_differ(traced.graph):
+            traced.graph = fx_graph_cse(traced.graph)
+        if takes_any_layout(options["backend"]):
+            traced.graph = laid_out(traced)
         traced.recompile()
     step: Any = torch.compile(_Traced(traced, held), fullgraph=True, dynamic=False, **options)
 
     def call(args: Sequence[Any]) -> tuple[Tensor, ...]:
         return step([a for k, a in enumerate(args) if k not in held])
 
-    if given is None or _writes_into_arguments(traced):
-        return Step(call, slots)
-    return Step(Replay(call, given), slots)
+    return Step(call if given is None else Replay(call, given), slots)
+
+
+def takes_any_layout(backend: str) -> bool:
+    """Whether a backend computes the ops of torch by itself, from inputs that may lie in any way."""
+    return backend == "inductor"
 
 
 class _Traced(nn.Module):
@@ -91,13 +94,3 @@ class _Traced(nn.Module):
         given, held = iter(rest), dict(zip(self.places, self.held, strict=True))
         total = len(rest) + len(held)
         return self.traced(*[held[k] if k in held else next(given) for k in range(total)])
-
-
-def _changes(node: Node) -> bool:
-    """Whether an op changes its arguments."""
-    return getattr(getattr(node.target, "_schema", None), "is_mutable", False)
-
-
-def _writes_into_arguments(traced: GraphModule) -> bool:
-    changing = filter(_changes, traced.graph.nodes)
-    return any(a.op == "placeholder" for node in changing for a in node.all_input_nodes)

@@ -1,4 +1,4 @@
-"""Changes to a traced graph that change no number: one tensor is one node, and memory may be laid out anew.
+"""Nodes of a traced graph that are one and the same tensor, made one.
 
 A rule sees its op's input by another way than the op did: detached, with its samples moved to the front of it where they
 were already. The compiler does not know these as one, and computes statistics of a norm a second time.
@@ -12,6 +12,59 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+aten = torch.ops.aten
+
+
+def changes(node: Node) -> bool:
+    """Whether an op changes its arguments."""
+    return getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+
+
+def origins(graph: Graph) -> dict[Node, Node]:
+    """The node whose memory each node is a view of, by what the ops say of themselves; most are their own.
+
+    Two arguments are two, though they may have shared their memory when the graph was traced.
+    """
+    found: dict[Node, Node] = {}
+    for node in graph.nodes:
+        source = _viewed(node)
+        found[node] = node if source is None else found[source]
+    return found
+
+
+def _viewed(node: Node) -> Node | None:
+    """The argument that an op returns a view of, or returns."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or len(schema.returns) != 1:
+        return None
+    if node.target is aten._unsafe_view.default:  # a view by another name, of what nobody else holds
+        return node.args[0]  # type: ignore[return-value]
+    alias = schema.returns[0].alias_info
+    if alias is None:
+        return None
+    for k, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.before_set == alias.before_set:
+            given = node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
+            return given if isinstance(given, Node) else None
+    return None
+
+
+def writes_into_arguments(graph: Graph) -> bool:
+    """Whether an op changes what the graph was given, or a view of it."""
+    found = origins(graph)
+    given = {"placeholder", "get_attr"}
+    return any(found[a].op in given for node in graph.nodes if changes(node) for a in _written(node))
+
+
+def _written(node: Node) -> list[Node]:
+    schema: Any = node.target._schema  # type: ignore[union-attr]
+    found = []
+    for k, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
+            found += [a for a in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(a, Node)]
+    return found
+
 
 def merge(graph: Graph) -> int:
     """Replace nodes that view the same memory in the same way by the first of them; how many there were.
@@ -19,12 +72,12 @@ def merge(graph: Graph) -> int:
     The graph must not write into tensors.
     """
     first: dict[Any, Node] = {}
-    found = 0
+    origin, found = origins(graph), 0
     for node in graph.nodes:
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             continue
-        same = first.setdefault(_place(value), node)
+        same = first.setdefault((origin[node], *_place(value)), node)
         if same is not node and node.op == "call_function":
             node.replace_all_uses_with(same)
             found += 1
@@ -33,38 +86,27 @@ def merge(graph: Graph) -> int:
 
 
 def _place(value: Tensor) -> tuple:
-    """Where a tensor lies: two with the same place are equal."""
+    """Where a tensor lies: two views of one tensor with the same place are equal."""
     storage = value.untyped_storage()._cdata  # of a fake one, which the node holds on to
     flags = value.is_conj(), value.is_neg(), value.device, value.dtype
     return storage, value.storage_offset(), tuple(value.shape), value.stride(), *flags
 
 
-aten = torch.ops.aten
-_VIEWS = {aten.view.default, aten._unsafe_view.default}
-_BY_STRIDES = {aten.as_strided.default, aten._reshape_alias.default}
+# Ops that draw which torch's own search for equal nodes knows as such.
+_KNOWN = {
+    aten.dropout, aten._fused_dropout, aten._standard_gamma, aten.bernoulli, aten.multinomial, aten.native_dropout,
+    aten.normal, aten.poisson, aten.binomial, aten.rrelu, aten.rand_like, aten.rand, aten.randint, aten.randn, aten.randperm,
+}  # fmt: skip
 
 
-def loosen(graph: Graph) -> bool:
-    """Let nodes lie in memory otherwise than when they were traced; False if one cannot, and nothing was done.
+def may_differ(graph: Graph) -> bool:
+    """Whether two nodes with one op and the same arguments may be two numbers: it draws, or nobody knows what it does."""
+    return any(_draws(node.target) for node in graph.nodes if node.op == "call_function")
 
-    Views become reshapes, which copy where they must. An op that is given strides reads memory as it was: what it reads
-    is copied into that order first.
-    """
-    readers = [node for node in graph.nodes if node.target in _BY_STRIDES]
-    if not all(_is_contiguous(node.args[0]) for node in readers):
+
+def _draws(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
         return False
-    for node in readers:
-        with graph.inserting_before(node):
-            options: Any = {"memory_format": torch.contiguous_format}
-            copy = graph.call_function(aten.clone.default, (node.args[0],), options)
-        copy.meta["val"] = node.args[0].meta["val"]
-        node.update_arg(0, copy)
-    for node in graph.nodes:
-        if node.target in _VIEWS:
-            node.target = aten.reshape.default
-    return True
-
-
-def _is_contiguous(node: Any) -> bool:
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    return isinstance(value, Tensor) and value.is_contiguous() and value.storage_offset() == 0
+    if target.namespace not in ("aten", "prims", "eachgrad"):
+        return True
+    return torch.Tag.nondeterministic_seeded in target.tags and target.overloadpacket not in _KNOWN

@@ -27,6 +27,7 @@ from eachgrad.recall import Plan, is_regular, measured
 from eachgrad.receipt import Record
 from eachgrad.solve import blocks_of, solved
 from eachgrad.step import Step, compiled
+from eachgrad.tidy import writes_into_arguments
 
 if TYPE_CHECKING:
     from eachgrad.compiled import Compiled
@@ -90,6 +91,7 @@ class Graph:
     inputs: set[int] = field(default_factory=set)  # those of them that hold samples
     step: dict[Any, Step] = field(default_factory=dict)  # compiled, by the state of autocast
     held: list[Tensor] = field(default_factory=list)  # the parameters that are compiled into it
+    unused: list[tuple[Tensor, bool]] = field(default_factory=list)  # others, and whether they were trained: zeros
     spec: TreeSpec | None = None
     slots: list[Slot] = field(default_factory=list)  # of the step that was traced last
     traces: bool = True  # whether forward, backward and answers could be traced, as far as it was tried
@@ -129,10 +131,16 @@ class Graph:
         if len(held) != len(self.held) or any(a is not b for a, b in zip(held, self.held, strict=True)):
             self.held = held
             self.step.clear()  # what is compiled has other parameters in it: one was replaced
+        if any(p.requires_grad != trained for p, trained in self.unused):
+            self.step.clear()  # it has answers about those that were trained in it
         known = key in self.step
         try:
             step = self.step[key] if known else self._compiled(args)
             found = step.run(args)
+        except torch.OutOfMemoryError:
+            if known:
+                raise
+            return None
         except Exception as error:  # whatever the compiler says of what it cannot trace
             if known:
                 raise
@@ -214,6 +222,10 @@ class Graph:
         from torch.fx.experimental.proxy_tensor import make_fx
 
         traced = make_fx(self._step, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+        if writes_into_arguments(traced.graph):
+            raise NotCompiled(
+                "the forward writes into a buffer or an input: where the eager code must answer instead, it would twice"
+            )
         held = {k: a for k, (a, name) in enumerate(zip(args, self.names, strict=True)) if name is not None}
         return compiled(traced, held, self.slots, self.owner.options, self.given if self.owner.replays else None)
 
@@ -231,9 +243,11 @@ class Graph:
             blocks = blocks_of(recorder, accepted, B)
             given = {n: a for n, a in zip(self.names, fresh, strict=True) if n is not None}
             # A parameter that the graph does not use is no argument of it.
+            every = named_trainable(self.owner.model)
+            self.unused = [(p, p.requires_grad) for n, p in self.owner.model.named_parameters() if n not in given]
             parameters = {
                 n: given[n] if n in given else torch.empty(p.shape, dtype=p.dtype, device=p.device)
-                for n, p in named_trainable(self.owner.model).items()
+                for n, p in every.items()
             }
             gradients = {n: Gradient(n, p, blocks.get(n), B) for n, p in parameters.items()}
             grads = PerSampleGrads(gradients, B, Record(self.owner.model, recorder, accepted), None)

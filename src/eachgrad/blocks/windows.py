@@ -81,7 +81,8 @@ class Geometry:
         for dim, size in enumerate(out):
             k, shifts = first + dim, self._shifts(dim, x.shape[first + dim], size)
             parts = [_widened(_both(x, k, k, pixels), k, k, outputs, size) for outputs, pixels in shifts]
-            x = reduce(torch.add, parts)
+            # Outputs may lie in the padding alone.
+            x = reduce(torch.add, parts) if parts else x.new_zeros(*x.shape[:k], size, *x.shape[k + 1 :])
         return x
 
     def gram(self, x: Tensor, out: torch.Size) -> Tensor:
@@ -102,8 +103,9 @@ class Geometry:
                     _widened(_both(value, row, column, pixels), row, column, outputs, out[dim])
                     for outputs, pixels in shifts
                 ]
-                value = reduce(torch.add, windows)
-                continue
+                if windows:
+                    value = reduce(torch.add, windows)
+                    continue
             shape = list(value.shape)
             shape[row] = shape[column] = out[dim]
             total = value.new_zeros(shape)

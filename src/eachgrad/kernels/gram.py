@@ -1,9 +1,9 @@
 """gram_norms: squared norms of a weight's gradients by the Grams of its factors, with no Gram written.
 
-|A^T G|^2 = sum (A A^T) * (G G^T) for each sample: of ViT-B/16 (64 samples of 197 positions) an H200 multiplied 2.1 ms a step
-for them, and wrote, read and added the Grams for another 0.9 ms. Here a tile of both Grams stays in registers, and a tile
-below the diagonal is not formed: it is the mirror image of one above. The Triton code is apart, as triton is there only where
-a GPU is.
+|A^T G|^2 = sum (A A^T) * (G G^T) for each sample: of ViT-B/16 (64 samples of 197 positions) an H200 multiplied 2.1 ms a
+step for them, and wrote, read and added them for another 0.9 ms. Here a tile of both Grams stays in registers, and a
+tile below the diagonal is not formed: it is the mirror image of one above. The Triton code is apart, as triton is there
+only where a GPU is.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from eachgrad.kernels.library import library
 
 # The largest tile of a Gram, the numbers of each row read at a time, and how many of these are in flight. Two tiles of
-# 128 x 128 in float32 are half of the registers of a multiprocessor. By count, not by the clock: tiles of 64 x 64 would form
-# 17% less of 197 positions' Grams, and read every number from the second cache twice as often, 5 TB/s for 200 TFLOP/s.
+# 128 x 128 in float32 are half of the registers of a multiprocessor. By count, not by the clock: tiles of 64 x 64 would
+# form 17% less for 197 positions, and read every number from L2 twice as often: 5 TB/s for 200 TFLOP/s.
 BLOCK, STEP, STAGES = 128, 64, 4
 # In float32 numbers take twice the room, and the products are made without tensor cores.
 BLOCK_FLOAT32, STEP_FLOAT32, STAGES_FLOAT32 = 64, 32, 3
@@ -126,8 +126,8 @@ def _described(t: Tensor, tiles: Tiling) -> Any:
     return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, tiles.block, tiles.step])
 
 
-# With strides as they come: a compiler need not copy what the kernel takes as it is. The parts are added outside, where a
-# compiler joins that with what comes next.
+# With strides as they come: a compiler need not copy what the kernel takes as it is. The parts are added outside, where
+# a compiler joins that with what comes next.
 library.define("gram_norms(Tensor left, Tensor right) -> Tensor", tags=(torch.Tag.flexible_layout,))
 library.impl("gram_norms", plain, "CPU")
 library.impl("gram_norms", launched, "CUDA")

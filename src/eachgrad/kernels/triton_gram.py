@@ -1,11 +1,12 @@
 """The Triton code of `gram`: a tile of two Grams in registers, their product, and two numbers of it.
 
-A program has rows i and columns j of both Grams of one sample, BLOCK by BLOCK of them, and forms them one after the other,
-STEP numbers of each row at a time. Both are symmetric: tiles with i <= j are enough, those off the diagonal count twice.
+A program has rows i and columns j of both Grams of one sample, BLOCK by BLOCK of them, and forms them one after the
+other, STEP numbers of each row at a time. Both are symmetric: tiles with i <= j will do; those off the diagonal count
+twice.
 
-A factor is a pointer, or where BULK a descriptor of a tensor (B, T, width), by which the device copies whole tiles and puts
-zeros where there is no row. Its SHAPE is (width, stride of samples, stride of rows), each divided by UNIT: what is a
-multiple of eight is known to be one, and copied sixteen bytes at a time.
+A factor is a pointer, or where BULK a descriptor of a tensor (B, T, width), by which the device copies whole tiles and
+puts zeros where no row is. Its `shape` is (width, stride of samples, stride of rows), all divided by UNIT: what is
+a multiple of eight is known to be one, and copied sixteen bytes at a time.
 """
 
 import triton  # pyright: ignore[reportMissingImports]
