@@ -7,10 +7,12 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import eachgrad
 from cases import Net
+from eachgrad import step
 from oracle import assert_same
 
 pytestmark = [
@@ -208,6 +210,32 @@ def test_wrong_shapes_are_the_models_own_error():
         ask(x[:, :-1], y)
     ask(x, y)
     assert not ask.reasons()
+
+
+def multilabel(out, y):
+    labels = torch.cat([y[:, None], torch.full_like(y[:, None], -1).expand(-1, out.shape[1] - 1)], 1)
+    return F.multilabel_margin_loss(out, labels, reduction="none")
+
+
+def test_a_step_that_the_compiler_gets_wrong_is_answered_eagerly(monkeypatch):
+    model = MODELS["MLP"][0]()
+    ask = eachgrad.compile(model, losses, backend="aot_eager", norms=eachgrad.norms())
+    run = step.Step.run
+    monkeypatch.setattr(step.Step, "run", lambda self, args: tuple(1.01 * t for t in run(self, args)))
+    for _ in range(4):
+        batch = MODELS["MLP"][1]()
+        torch.testing.assert_close(ask(*batch).norms, ask.eager(batch).norms, rtol=1e-10, atol=0)
+    (reason,) = ask.reasons()
+    assert reason.startswith("compiled, its answers differ from the eager ones: norms by 0.01")
+
+
+def test_a_loss_whose_compiled_gradient_is_another_one():
+    """torch's own: whatever the compiler makes of it, the answers are the eager ones."""
+    torch.manual_seed(0)
+    ask = eachgrad.compile(nn.Linear(d, 4).double(), multilabel, backend="aot_eager", norms=eachgrad.norms())
+    for _ in range(6):
+        batch = torch.randn(5, d, dtype=torch.float64), torch.randint(4, (5,))
+        torch.testing.assert_close(ask(*batch).norms, ask.eager(batch).norms, rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize("query", [eachgrad.noise_scale(), eachgrad.project(8, seed=0)], ids=["numbers", "out="])

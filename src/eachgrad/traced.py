@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from eachgrad import doubts, padding
+from eachgrad.agreement import difference, is_rough
 from eachgrad.capture import Recorder
 from eachgrad.cover import Solved, accept
 from eachgrad.errors import CaptureError
@@ -94,6 +95,7 @@ class Graph:
     unused: list[tuple[Tensor, bool]] = field(default_factory=list)  # others, and whether they were trained: zeros
     spec: TreeSpec | None = None
     slots: list[Slot] = field(default_factory=list)  # of the step that was traced last
+    fresh: bool = False  # whether nothing has been compared with the eager answers yet
     traces: bool = True  # whether forward, backward and answers could be traced, as far as it was tried
 
     def reasons(self) -> list[str]:
@@ -121,7 +123,23 @@ class Graph:
         answer.losses = losses
         if given.filled is not None:
             answer = given.filled.undo(answer, self.owner.queries)
+        if self.fresh:
+            answer = self._checked(answer, args, given)
         return answer, (losses,)
+
+    def _checked(self, answer: Answer, args: tuple, given: Given) -> Answer:
+        """The first answer of a compiled step, if it is the eager one; that one, and no compiled one ever, if not."""
+        self.fresh, drawn = False, _generators()
+        wanted = self.owner.eager(given.batch)
+        if not _same(drawn, _generators()):
+            return answer  # random numbers, which are others every time
+        far = difference(answer, wanted, is_rough(args))
+        if not far:
+            return answer
+        self.plan, self.traces = None, False
+        self.step.clear()
+        self.reason = f"compiled, its answers differ from the eager ones: {far}"
+        return wanted
 
     def _run_step(self, args: tuple) -> tuple[Tensor, ...] | None:
         """Losses and answers by the compiled step; None where there is none, or where it has a doubt."""
@@ -148,6 +166,7 @@ class Graph:
             self.reason = f"it cannot be traced: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             return None
         self.step[key] = step
+        self.fresh = self.fresh or not known
         return None if step.has_doubt() else found
 
     def _measure(self, args: tuple, given: Given, B: int, fixed: Tensor | None) -> None:

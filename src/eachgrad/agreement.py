@@ -1,0 +1,43 @@
+"""Whether a compiled step's first answers are the eager ones.
+
+A compiler may be wrong, too: torch's gradient of multilabel_margin_loss is another one once it is compiled (torch 2.13).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from eachgrad.queries import Answer
+
+# Of the size of an answer. Sixteen bits round elsewhere once they are compiled: a quarter of a parameter's sum was seen.
+CLOSE, ROUGH = 1e-3, 0.5
+
+
+def is_rough(args: tuple) -> bool:
+    """Whether numbers of few bits are multiplied in a step with these arguments."""
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    kinds = {a.device.type for a in tensors}
+    few = any(a.dtype in (torch.float16, torch.bfloat16) for a in tensors)
+    tf32 = "cuda" in kinds and torch.get_float32_matmul_precision() != "highest"
+    return few or tf32 or any(torch.is_autocast_enabled(kind) for kind in kinds)
+
+
+def difference(found: Answer, wanted: Answer, rough: bool) -> str:
+    """The first answer that is another one, and by how much; nothing if all agree."""
+    for name, value in vars(wanted).items():
+        pairs = list(zip(tree_leaves(vars(found)[name]), tree_leaves(value), strict=True))
+        numbers = [(a, b) for a, b in pairs if isinstance(b, Tensor) and (b.is_floating_point() or b.is_complex())]
+        far, size = (_size(parts) for parts in ([a - b for a, b in numbers], [b for _, b in numbers]))
+        if far > (ROUGH if rough else CLOSE) * size:
+            return f"{name} by {far / max(size, 1e-30):.2g} of its size"
+    return ""
+
+
+def _size(parts: list[Tensor]) -> float:
+    """The norm of all numbers that are finite on both sides."""
+    squares = [
+        torch.linalg.vector_norm(t.detach().nan_to_num(0.0, 0.0, 0.0)).double().cpu() ** 2 for t in parts if t.numel()
+    ]
+    return float(sum(squares)) ** 0.5 if squares else 0.0
