@@ -4,6 +4,8 @@
 step for them, and wrote, read and added them for another 0.9 ms. Here a tile of both Grams stays in registers, and a
 tile below the diagonal is not formed: it is the mirror image of one above. The Triton code is apart, as triton is there
 only where a GPU is.
+
+No route takes it yet: it has not been measured on a GPU.
 """
 
 from __future__ import annotations
