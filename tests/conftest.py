@@ -1,5 +1,7 @@
 """What several test files share."""
 
+import sys
+
 import pytest
 import torch
 
@@ -32,3 +34,13 @@ def visits(monkeypatch) -> list[bool]:
 
     monkeypatch.setattr(stream, "visit", visit)
     return found
+
+
+@pytest.fixture(autouse=True)
+def _the_compiler_stays_on():
+    """A block that is never left would leave the compiler off for every test that follows."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        from torch._dynamo import eval_frame
+
+        assert eval_frame._stance.stance == "default"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import eval_frame
 
 import eachgrad
 
@@ -149,3 +152,36 @@ def test_an_op_that_is_no_view_whatever_its_fake_says():
     ask = compiled(network(), lambda model, x, y: apart(model, torch.ops.hazards.thrice(x), y))
     for _ in range(5):
         check(ask, rows(), rows())
+
+
+def test_recordings_in_two_threads_leave_the_compiler_on():
+    """Blocks that overlap, and end in the order in which they began."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def first():
+        with eachgrad.record(network().double()):
+            begun.set()
+            assert second_is_in.wait(10)
+        ended.set()
+
+    second_is_in = threading.Event()
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert begun.wait(10)
+    with eachgrad.record(network().double()):
+        second_is_in.set()
+        assert ended.wait(10)
+    thread.join()
+    assert eval_frame._stance.stance == "default"
+    ask = compiled(network(), apart)
+    for _ in range(3):
+        check(ask, rows(), rows())
+    assert len(ask.graphs) == 1
+
+
+def test_a_compiler_that_is_switched_off():
+    ask = compiled(network(), apart)
+    with torch.compiler.set_stance("force_eager"):
+        for _ in range(3):
+            check(ask, rows(), rows())
+    assert not ask.graphs

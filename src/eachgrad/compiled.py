@@ -89,8 +89,8 @@ class Compiled:
         try:
             with torch._dynamo.config.patch(_SETTINGS):
                 self._front(*self._given.arguments)
-            assert self._answer is not None
-            return self._answer
+            # None where the compiler is switched off, by torch.compiler.set_stance or its environment.
+            return self.eager(batch) if self._answer is None else self._answer
         except (TorchDynamoException, GuardOnDataDependentSymNode) as error:
             answer = self.eager(batch)  # or it is the model that fails, and says so better
             self._refused = f"the compiler does not take the forward as one graph: {_first_line(error)}"

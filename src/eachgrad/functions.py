@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -158,10 +159,36 @@ def as_written() -> Iterator[None]:
         return
     before = eval_frame.set_eval_frame(None)
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with _stance:
             yield
     finally:
         eval_frame.set_eval_frame(before)
+
+
+class _ForcedEager:
+    """torch.compiler.set_stance("force_eager"), from the first who enters to the last who leaves.
+
+    The stance is one for all threads: two whose blocks overlap would each put back what they found, and the last one the
+    other's.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.inside, self.set = threading.Lock(), 0, ExitStack()
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.inside:
+                self.set.enter_context(torch.compiler.set_stance("force_eager"))
+            self.inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.inside -= 1
+            if not self.inside:
+                self.set.close()
+
+
+_stance = _ForcedEager()
 
 
 def unseen(function: Callable[P, R]) -> Callable[P, R]:

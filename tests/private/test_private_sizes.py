@@ -8,7 +8,7 @@ import pytest
 import torch
 from private_runs import fixed, make
 
-from eachgrad.private.sizes import PIECE, best_piece
+from eachgrad.private.sizes import FEWEST, PIECE, best_piece
 
 
 def computed(batch_size: int, m: int, draws: torch.Tensor) -> float:
@@ -25,7 +25,8 @@ def test_no_other_size_computes_much_less(batch_size, share):
     most = max(1, round(share * batch_size))
     found = best_piece(batch_size, most, varies=True)
     assert 1 <= found <= most
-    others = {max(1, round(most * k / 40)) for k in range(1, 41)}
+    least = min(FEWEST, most)
+    others = {max(least, round(most * k / 40)) for k in range(1, 41)}
     assert computed(batch_size, found, draws) <= 1.03 * min(computed(batch_size, m, draws) for m in others)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import eachgrad
+from eachgrad.graph import tensors_in
 from eachgrad.private.clipping import Rule
 from eachgrad.private.errors import PrivacyError
 from eachgrad.receipt import call_loss
@@ -40,6 +41,7 @@ class Engine:
         if self.loss_fn is None:
             raise ValueError("run.step computes the losses itself: pass loss_fn to make_private, or go by hand")
         if self.ask is not None:
+            self._check_size(args, filled)
             found = self.ask(*args, self._unit())
             check_count(found.losses, filled)
             return found, found.losses * self._unit()
@@ -57,6 +59,13 @@ class Engine:
         asked = eachgrad.Accumulator(**self.rule.queries(self.nonfinite))
         tape.ask(losses / self.rule.unit, into=asked)
         return asked.answer()
+
+    def _check_size(self, args: list[Any], size: int) -> None:
+        """A batch with more samples than were drawn has more losses: say so before it is too large for the graph."""
+        dim = self.options["batch_dim"]
+        sizes = [t.shape[dim] for t in tensors_in(args) if t.ndim > dim]
+        if sizes and self.pad_to is not None and sizes[0] > self.pad_to:
+            check_count(torch.empty(sizes[0]), size)
 
     def _unit(self) -> Tensor:
         """The rule's unit on the model's device, where it is sent only when it has changed: the host would wait for that."""

@@ -6,6 +6,9 @@ import math
 
 from eachgrad.private import checks
 
+# Pieces are no smaller, or where the samples lie may not be seen: some of them may have no gradient.
+FEWEST = 8
+
 # What a piece costs beside its samples, as a share of a step: its sums are added to the others', and the host is waited for.
 PIECE = 0.03
 
@@ -26,18 +29,20 @@ def sizes(given: int | None, n: int, batch_size: int, by_graph: bool, varies: bo
 def best_piece(batch_size: int, most: int, varies: bool) -> int:
     """The size of the one graph, to which every piece is filled up, with the least to compute a step.
 
-    For 16 samples expected, one piece of up to 32 would compute 2.0 times as many, four or five pieces of 4 1.13 times.
+    For 16 samples expected, one piece of up to 32 would compute 2.0 times as many, two or three pieces of 8 1.25 times.
     """
     if not varies:
         return math.ceil(batch_size / math.ceil(batch_size / most))
     largest = min(most, math.ceil(batch_size + 4 * math.sqrt(batch_size)))
-    return min(_grid(largest, batch_size // 64), key=lambda m: _pieces(batch_size, m) * (m + PIECE * batch_size))
+    return min(
+        _grid(largest, max(FEWEST, batch_size // 64)), key=lambda m: _pieces(batch_size, m) * (m + PIECE * batch_size)
+    )
 
 
 def _grid(largest: int, least: int) -> list[int]:
     """Sizes from the largest one down to the least, a few percent apart; with 64 pieces and more, filling up is nothing."""
     found = [largest]
-    while found[-1] > max(1, least):
+    while math.floor(found[-1] * 0.95) >= least:
         found.append(math.floor(found[-1] * 0.95))
     return found
 
