@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
@@ -14,6 +11,7 @@ from torch.nn import functional as F
 
 from eachgrad.kernels import convolution
 from eachgrad.kernels.convolution import Tiling, conv_gradients, conv_squares, conv_sum
+from interpreter import assert_as_in_float64
 from oracle import error
 
 Pair = tuple[int, int]
@@ -218,15 +216,7 @@ def empty_and_infinite() -> None:
 
 def test_by_their_kernels_without_a_gpu():
     """Everything is written, nothing beyond the ends, and nothing around the inputs is read."""
-    pytest.importorskip("triton", reason="Triton is there on Linux alone")
-    here = os.path.dirname(os.path.abspath(__file__))
-    path = os.pathsep.join([here, *sys.path])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    code = "import test_kernel_convolution as t; t.interpreted(); print('as in float64')"
-    found = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert found.stdout.strip() == "as in float64", found.stderr
+    assert_as_in_float64("import test_kernel_convolution as t; t.interpreted()")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +11,7 @@ from torch import Tensor
 
 from eachgrad.kernels import gram
 from eachgrad.kernels.gram import Tiling, gram_norms
+from interpreter import assert_as_in_float64
 from test_kernel_convolution import Poisoned
 
 # B, T, p, d
@@ -200,15 +198,7 @@ def empty_and_infinite() -> None:
 
 def test_by_its_kernel_without_a_gpu():
     """Everything is written, nothing beyond the ends, and nothing around the factors is read."""
-    pytest.importorskip("triton", reason="Triton is there on Linux alone")
-    here = os.path.dirname(os.path.abspath(__file__))
-    path = os.pathsep.join([here, *sys.path])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    code = "import test_kernel_gram as t; t.interpreted(); print('as in float64')"
-    found = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert found.stdout.strip() == "as in float64", found.stderr
+    assert_as_in_float64("import test_kernel_gram as t; t.interpreted()")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

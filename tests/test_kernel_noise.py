@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from scipy import stats
 from torch import Tensor
 
 from eachgrad.kernels import noise
+from interpreter import assert_as_in_float64
 
 FALSE_ALARM = 1e-6
 SEED, OFFSET = 0xFEDCBA9876543210, 0x123456789ABCDEF0  # every half of every word is in use
@@ -266,15 +265,8 @@ t.kernel_takes_any_strides()
 t.kernel_takes_many_tensors()
 t.kernel_counts_beyond_32_bits()
 t.kernel_is_right_at_the_ends()
-print("as in float64")
 """
 
 
 def test_noisy_by_its_kernel_without_a_gpu():
-    pytest.importorskip("triton", reason="Triton is there on Linux alone")
-    here = os.path.dirname(os.path.abspath(__file__))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([here, *sys.path])}
-    found = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert found.stdout.strip() == "as in float64", found.stderr
+    assert_as_in_float64(INTERPRETED)

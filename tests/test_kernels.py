@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from eachgrad.kernels import signals, weighted
+from interpreter import assert_as_in_float64
 
 SIZES = [(1, 1), (3, 7), (5, weighted.BLOCK), (2, weighted.BLOCK + 1), (4, 3 * weighted.BLOCK - 5)]
 
@@ -56,20 +53,12 @@ wide[:, :5] = value.view(3, 5, 7)
 found = launched(c, wide[:, :5])  # samples lie apart
 torch.testing.assert_close(found.double(), (c.double() @ value.double()).view(5, 7), rtol=1e-5, atol=1e-5)
 torch.testing.assert_close(launched(c, wide[:, :5].mT), found.mT)
-print("as in float64")
 """
 
 
 def test_weighted_by_its_kernel_without_a_gpu():
     """Every number is written, and none beyond the end; rows may lie apart."""
-    pytest.importorskip("triton", reason="Triton is there on Linux alone")
-    here = os.path.dirname(os.path.abspath(__file__))
-    path = os.pathsep.join([here, *sys.path])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    found = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert found.stdout.strip() == "as in float64", found.stderr
+    assert_as_in_float64(INTERPRETED)
 
 
 def test_flags_reach_the_host():

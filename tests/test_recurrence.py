@@ -128,6 +128,14 @@ def test_a_graph_does_not_grow_with_the_steps(monkeypatch):
     assert sizes[1] <= 1.1 * sizes[0]  # with more steps other routes are taken, with a few ops more or less
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_an_empty_batch_is_refused_by_name(name):
+    ask = eachgrad.compile(MODELS[name](), losses, backend="aot_eager", norms=eachgrad.norms())
+    for answer in (ask, lambda *batch: ask.eager(batch)):
+        with pytest.raises(eachgrad.CaptureError, match="an empty batch has no gradients"):
+            answer(torch.randn(0, 7, 6), torch.zeros(0, 7, dtype=torch.int64))
+
+
 def test_sixteen_bits_are_summed_in_thirty_two():
     torch.manual_seed(0)
     model = Tagger(nn.LSTM)

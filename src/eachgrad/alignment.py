@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map_only
 
 from eachgrad import plan
-from eachgrad.channels import loosen
+from eachgrad.tidy import loosen
 
 aten = torch.ops.aten
 

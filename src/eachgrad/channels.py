@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from eachgrad.tidy import loosen
+
 aten = torch.ops.aten
 
 # Where the maps and the weight are among the arguments, and the groups.
 _FORWARD, _BACKWARD = aten.convolution.default, aten.convolution_backward.default
 _MAPS = {_FORWARD: (0, 1), _BACKWARD: (0, 1, 2)}
-_VIEWS = {aten.view.default, aten._unsafe_view.default}
 _GROUPS = {_FORWARD: 8, _BACKWARD: 9}
 
 
@@ -44,13 +45,6 @@ def channels_last(graph: Graph, slow: Callable[[Tensor], bool] = is_slow) -> int
     for node, k in found:
         node.update_arg(k, _turned(graph, cast(Node, node.args[k]), made))
     return len(made)
-
-
-def loosen(graph: Graph) -> None:
-    """Let nodes lie in memory otherwise than when they were traced: views become reshapes, which copy where they must."""
-    for node in graph.nodes:
-        if node.target in _VIEWS:
-            node.target = aten.reshape.default
 
 
 def _is_map(node: Any, slow: Callable[[Tensor], bool]) -> bool:

@@ -1,4 +1,4 @@
-"""Nodes of a traced graph that are one and the same tensor, made one.
+"""What may be changed in a traced graph without changing a number; above all, nodes that are one tensor are made one.
 
 A rule sees its op's input by another way than the op did: detached, with its samples moved to the front of it where they
 were already. The compiler does not know these as one, and computes statistics of a norm a second time.
@@ -110,3 +110,13 @@ def _draws(target: Any) -> bool:
     if target.namespace not in ("aten", "prims", "eachgrad"):
         return True
     return torch.Tag.nondeterministic_seeded in target.tags and target.overloadpacket not in _KNOWN
+
+
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
+
+
+def loosen(graph: Graph) -> None:
+    """Let nodes lie in memory otherwise than when they were traced: views become reshapes, which copy where they must."""
+    for node in graph.nodes:
+        if node.target in _VIEWS:
+            node.target = aten.reshape.default

@@ -268,7 +268,7 @@ def _run(kind: str, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     x = call["input"].transpose(0, 1) if call["batch_first"] else call["input"]
     T, B = x.shape[:2]
     out, final = _layers(kind, call, x.flatten(0, 1), _Steps((B,) * T))
-    out = out.view(T, B, -1)
+    out = out.view(T, B, out.shape[-1])
     return out.transpose(0, 1) if call["batch_first"] else out, *final
 
 
