@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +24,10 @@ SEED = 0
 RATE, NOISE = 1e-6, 1e-3  # small, so that every step is one of the same model
 SECONDS, MOST = 0.1, 10  # a contender's share of a round: about this long, and no more steps than that
 TOLERANCE = 1e-3
+COMMON = (0, 0)  # the pool of everything that asked for no other
 
 Row = dict[str, Any]
+Pool = tuple[int, ...]
 Update = Callable[[list[Tensor], list[Tensor], bool], None]
 
 
@@ -47,6 +50,14 @@ def clean() -> None:
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+
+def pools() -> dict[Pool, int]:
+    """The bytes taken from the device for each of the allocator's pools."""
+    found: Counter[Pool] = Counter()
+    for segment in torch.cuda.memory_snapshot() if on_gpu() else ():
+        found[tuple(segment["segment_pool_id"])] += segment["total_size"]
+    return found
 
 
 def seconds(step: Callable[[], object], times: int) -> float:
@@ -94,7 +105,7 @@ class Entrant:
         self.row: Row = {}
         self.times: list[float] = []
         clean()
-        before = torch.cuda.memory_reserved() if on_gpu() else 0
+        before = pools()
         start = time.perf_counter()
         built = contender.build(task)
         self.call, self.note = built.call, built.note
@@ -127,18 +138,23 @@ class Entrant:
             noisy(grads, grads, 1.0, NOISE, 1.0, SEED, self.calls)
         self.update(list(self.parameters.values()), grads, self.torch_noise)
 
-    def peak(self, before: int) -> int:
-        """The most bytes during a step above the model, with whatever the contender keeps between steps.
+    def peak(self, before: dict[Pool, int]) -> int:
+        """The most bytes that a step takes from the device beside the model, with what a CUDA graph keeps between steps.
 
-        On a GPU it is what is taken from the device, gaps between tensors included: a CUDA graph keeps all of it.
+        Gaps between tensors count: a CUDA graph keeps them, and so all contenders get a pool of their own to begin with.
         """
         if not on_gpu():
             return peak(self.step)
         clean()
-        torch.cuda.reset_peak_memory_stats()
-        self.step()
+        pool = torch.cuda.MemPool()
+        # The pool is this thread's: the backward must not run in another one.
+        with torch.cuda.use_mem_pool(pool), torch.autograd.set_multithreading_enabled(False):
+            self.step()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_reserved() - before
+        taken = sum(size for name, size in pools().items() if name != COMMON and name not in before)
+        del pool
+        clean()
+        return taken
 
     def run(self) -> None:
         """Time a few steps; those that measure where the samples lie run before, on a clock of their own."""

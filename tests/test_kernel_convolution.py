@@ -134,6 +134,7 @@ def test_other_dtypes_are_refused():
 def test_they_are_ops(kind):
     case = CASES["3 x 3"]
     x, g = (laid(kind, t) for t in problem(case, torch.bfloat16))
+    assert conv_sum(x, g, *case.window).is_contiguous()
     for op in ("conv_squares", "conv_gradients", "conv_sum"):
         torch.library.opcheck(getattr(torch.ops.eachgrad, op).default, (x, g, *case.window))
 
@@ -190,26 +191,29 @@ def interpreted() -> None:
                 x, g = problem(case, dtype)
                 a, b = surrounded(x), surrounded(g)
                 with Poisoned():
-                    squares = convolution.launched_squares(a, b, *case.window, tiles)
+                    squares = convolution.launched_squares(a, b, *case.window, tiles).sum(1)
                     gradients = convolution.launched_gradients(a, b, *case.window, tiles)
-                    total = convolution.launched_sum(a, b, *case.window, tiles, programs=40)
+                    total = whole(convolution.launched_sum(a, b, *case.window, tiles, programs=40))
                 check(case, x, g, squares, gradients, total)
-                got = convolution.plain_sum(x, g, *case.window)
-                assert error(total, got) <= 1e-5, name
-                assert total.is_contiguous()
+                assert error(total, whole(convolution.plain_sum(x, g, *case.window))) <= 1e-5, name
                 assert gradients.permute(0, 1, 3, 4, 2).is_contiguous()
     empty_and_infinite()
+
+
+def whole(parts: Tensor) -> Tensor:
+    """(parts, p, kh, kw, C) as one gradient."""
+    return parts.sum(0).permute(0, 3, 1, 2)
 
 
 def empty_and_infinite() -> None:
     case = CASES["3 x 3"]
     x, g = problem(case, torch.float32)
-    assert convolution.launched_squares(x[:0], g[:0], *case.window).shape == (0,)
-    assert not convolution.launched_sum(x[:0], g[:0], *case.window).any()
+    assert convolution.launched_squares(x[:0], g[:0], *case.window).shape[0] == 0
+    assert len(convolution.launched_sum(x[:0], g[:0], *case.window)) == 0
     # An infinite sample is infinite, not NaN, and leaves the others alone; its tile is larger than its gradient.
-    want = convolution.launched_squares(x, g.abs() + 1, *case.window)
+    want = convolution.launched_squares(x, g.abs() + 1, *case.window).sum(1)
     x[1, 0, 2, 2] = float("inf")
-    got = convolution.launched_squares(x, g.abs() + 1, *case.window)
+    got = convolution.launched_squares(x, g.abs() + 1, *case.window).sum(1)
     assert got[1] == float("inf")
     assert torch.equal(got[::2], want[::2])
 

@@ -66,9 +66,9 @@ class _Launch:
 
     def __init__(self, x: Tensor, g: Tensor, window: tuple[Ints, ...], tiles: Tiling | None, each: bool = True) -> None:
         _check(x, g)
-        self.x, self.g = (t.contiguous(memory_format=torch.channels_last) for t in (x, g))
+        self.x, self.g = x, g
         (self.B, C, H, W), (_, p, Ho, Wo) = x.shape, g.shape
-        self.p, self.C, self.kernel, self.rows = p, C, window[0], self.B * Ho * Wo
+        self.p, self.C, self.kernel, self.rows = p, C, tuple(window[0]), self.B * Ho * Wo
         self.columns = C * window[0][0] * window[0][1]
         # Inside of a sample the kernels count in 32 bits.
         if max(C * H * W, p * Ho * Wo, p * self.columns) >= 2**31:
@@ -77,12 +77,27 @@ class _Launch:
         self.grid = (-(-p // self.tiles.outputs), -(-self.columns // self.tiles.columns))
         self.sizes, self.window = (H, W, C, p, Ho, Wo), tuple(n for pair in window for n in pair)
 
-    def __call__(self, kernel: Any, times: int, *arguments: Tensor | int) -> None:
+    def squares(self) -> Tensor:
+        """Room for what each tile adds to each sample's square: (B, tiles)."""
+        return self.x.new_empty((self.B, self.grid[0] * self.grid[1]), dtype=torch.float32)
+
+    def sums(self, programs: int) -> tuple[Tensor, int]:
+        """Room for the sums over as many parts of the positions as keep the device busy, and the tiles in each part.
+
+        That is (parts, p, kh, kw, C).
+        """
+        steps = -(-self.rows // self.tiles.positions)
+        steps = -(-steps // max(1, programs // (self.grid[0] * self.grid[1])))
+        parts = -(-self.rows // max(1, steps * self.tiles.positions))
+        return self.x.new_empty((parts, self.p, *self.kernel, self.C), dtype=torch.float32), steps
+
+    def __call__(self, kernel: Any, times: int, out: Tensor, *arguments: int) -> None:
         """Run the kernel `times` times for each tile."""
         blocks = {"BLOCK_P": self.tiles.outputs, "BLOCK_C": self.tiles.columns, "BLOCK_T": self.tiles.positions}
         options = {"num_warps": self.tiles.warps, "num_stages": self.tiles.stages}
         programs = (times * self.grid[0] * self.grid[1],)
-        kernel[programs](*arguments, self.sizes, self.window, self.grid, **blocks, **options)
+        x, g = (t.contiguous(memory_format=torch.channels_last) for t in (self.x, self.g))
+        kernel[programs](x, g, out, *arguments, self.sizes, self.window, self.grid, **blocks, **options)
 
 
 def _channels_last(x: Tensor, B: int, p: int, C: int, kernel: Ints) -> Tensor:
@@ -93,13 +108,13 @@ def _channels_last(x: Tensor, B: int, p: int, C: int, kernel: Ints) -> Tensor:
 def launched_squares(
     x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, tiles: Tiling | None = None
 ) -> Tensor:
-    """`conv_squares` by its kernel."""
+    """The parts of `conv_squares` by its kernel."""
     from eachgrad.kernels.triton_convolution import squares_kernel
 
     launch = _Launch(x, g, (kernel, stride, padding, dilation), tiles)
-    out = x.new_empty((launch.B, launch.grid[0] * launch.grid[1]), dtype=torch.float32)
-    launch(squares_kernel, launch.B, launch.x, launch.g, out)
-    return out.sum(1)
+    out = launch.squares()
+    launch(squares_kernel, launch.B, out)
+    return out
 
 
 def launched_gradients(
@@ -110,7 +125,7 @@ def launched_gradients(
 
     launch = _Launch(x, g, (kernel, stride, padding, dilation), tiles)
     out = _channels_last(x, launch.B, launch.p, launch.C, kernel)
-    launch(gradients_kernel, launch.B, launch.x, launch.g, out)
+    launch(gradients_kernel, launch.B, out)
     return out
 
 
@@ -118,16 +133,13 @@ def launched_sum(
     x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, tiles: Tiling | None = None,
     programs: int = PROGRAMS,
 ) -> Tensor:  # fmt: skip
-    """`conv_sum` by its kernel: sums over as many parts of the positions as keep the device busy, then theirs."""
+    """The parts of `conv_sum` by its kernel."""
     from eachgrad.kernels.triton_convolution import sum_kernel
 
     launch = _Launch(x, g, (kernel, stride, padding, dilation), tiles, each=False)
-    steps = -(-launch.rows // launch.tiles.positions)
-    steps = -(-steps // max(1, programs // (launch.grid[0] * launch.grid[1])))
-    parts = -(-launch.rows // max(1, steps * launch.tiles.positions))
-    out = x.new_empty((parts, launch.p, *kernel, launch.C), dtype=torch.float32)
-    launch(sum_kernel, parts, launch.x, launch.g, out, launch.rows, steps)
-    return out.sum(0).permute(0, 3, 1, 2).contiguous()
+    out, steps = launch.sums(programs)
+    launch(sum_kernel, len(out), out, launch.rows, steps)
+    return out
 
 
 def _unfolded(x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
@@ -147,8 +159,10 @@ def _exact(x: Tensor, g: Tensor, *window: Ints) -> Tensor:
 
 
 def plain_squares(x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    """`conv_squares` in torch's own ops."""
-    return _exact(x, g, kernel, stride, padding, dilation).square().flatten(1).sum(1)
+    """The parts of `conv_squares` in torch's own ops: all of it in the first."""
+    out = _Launch(x, g, (kernel, stride, padding, dilation), None).squares().zero_()
+    out[:, 0] = _exact(x, g, kernel, stride, padding, dilation).square().flatten(1).sum(1)
+    return out
 
 
 def plain_gradients(x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
@@ -158,11 +172,13 @@ def plain_gradients(x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: I
 
 
 def plain_sum(x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    """`conv_sum` in torch's own ops."""
-    _check(x, g)
+    """The parts of `conv_sum` in torch's own ops: all of it in the first."""
+    out, _ = _Launch(x, g, (kernel, stride, padding, dilation), None, each=False).sums(PROGRAMS)
     patches = _unfolded(x, g, kernel, stride, padding, dilation)
     value = torch.einsum("bpt,bkt->pk", g.flatten(2).to(torch.float32), patches)
-    return value.reshape(g.shape[1], x.shape[1], *kernel)
+    if len(out):
+        out.zero_()[0] = value.reshape(g.shape[1], x.shape[1], *kernel).permute(0, 2, 3, 1)
+    return out
 
 
 _WINDOW = "int[] kernel, int[] stride, int[] padding, int[] dilation"
@@ -180,7 +196,7 @@ for _name, (_plain, _launched) in _OPS.items():
 
 @torch.library.register_fake("eachgrad::conv_squares", lib=library)
 def _(x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    return x.new_empty((x.shape[0],), dtype=torch.float32)
+    return _Launch(x, g, (kernel, stride, padding, dilation), None).squares()
 
 
 @torch.library.register_fake("eachgrad::conv_gradients", lib=library)
@@ -190,12 +206,13 @@ def _(x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation:
 
 @torch.library.register_fake("eachgrad::conv_sum", lib=library)
 def _(x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    return x.new_empty((g.shape[1], x.shape[1], *kernel), dtype=torch.float32)
+    return _Launch(x, g, (kernel, stride, padding, dilation), None, each=False).sums(PROGRAMS)[0]
 
 
 def conv_squares(x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
     """|gradient of sample b|^2 of the weight (p, C, kh, kw), in float32: (B,)."""
-    return torch.ops.eachgrad.conv_squares(x, g, kernel, stride, padding, dilation)
+    # Parts are added here and not in the op: a compiler joins that with what comes next.
+    return torch.ops.eachgrad.conv_squares(x, g, kernel, stride, padding, dilation).sum(1)
 
 
 def conv_gradients(x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
@@ -205,4 +222,5 @@ def conv_gradients(x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: In
 
 def conv_sum(x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
     """The sum of the gradients of the samples, added and given in float32: (p, C, kh, kw)."""
-    return torch.ops.eachgrad.conv_sum(x, g, kernel, stride, padding, dilation)
+    parts = torch.ops.eachgrad.conv_sum(x, g, kernel, stride, padding, dilation)
+    return parts.sum(0).permute(0, 3, 1, 2).contiguous()
