@@ -14,9 +14,10 @@ from eachgrad.blocks import arithmetic, outer, patches, windows
 from eachgrad.channels import channels_last
 from eachgrad.laying import laid_out
 from eachgrad.rules import norm
-from eachgrad.tidy import merge
+from eachgrad.tidy import merge, narrow
 
 aten = torch.ops.aten
+SUMS = torch.ops.eachgrad.position_sums.default
 
 
 def targets(traced: torch.fx.GraphModule) -> list:
@@ -54,6 +55,28 @@ def test_parts_of_a_tensor_are_not_one():
     traced.recompile()
     for a, b in zip(traced(x), parts(x), strict=True):
         assert torch.equal(a, b)
+
+
+def sums_over_positions(x: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+    wide = x.float()
+    op = torch.ops.eachgrad.position_sums
+    views = wide.view(2, 3, 4).transpose(0, 1), wide.double().float().view(3, 2, 4)
+    return op(views[0], h), op(views[1], None), op(h, wide.view(3, 2, 4)), op((2 * wide).view(3, 2, 4), None), wide + 1
+
+
+def test_sums_over_positions_read_sixteen_bits():
+    x, h = torch.randn(6, 4).bfloat16(), torch.randn(3, 2, 4)
+    traced = make_fx(sums_over_positions, tracing_mode="fake")(x, h)
+    want = sums_over_positions(x, h)
+    assert narrow(traced.graph) == 2  # not what was rounded or computed on the way
+    traced.graph.lint()
+    traced.recompile()
+    for a, b in zip(traced(x, h), want, strict=True):
+        assert torch.equal(a, b)
+    read = [node.args for node in traced.graph.find_nodes(op="call_function", target=SUMS)]
+    assert [[None if a is None else a.meta["val"].dtype for a in args] for args in read] == [
+        [torch.bfloat16, torch.float32], [torch.float32, None], [torch.float32, torch.bfloat16], [torch.float32, None]
+    ]  # fmt: skip
 
 
 def convolutions(x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ from eachgrad.functions import without_autocast
 from eachgrad.kernels.signals import Slot
 from eachgrad.laying import laid_out
 from eachgrad.replay import Replay
-from eachgrad.tidy import changes, may_differ, merge
+from eachgrad.tidy import changes, may_differ, merge, narrow
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ def compiled(
 
     if not any(map(changes, traced.graph.nodes)):  # two buffers that are written to are not one
         merge(traced.graph)
+        narrow(traced.graph)
         if not may_differ(traced.graph):
             traced.graph = fx_graph_cse(traced.graph)
         if takes_any_layout(options["backend"]):

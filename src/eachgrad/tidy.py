@@ -92,6 +92,42 @@ def _place(value: Tensor) -> tuple:
     return storage, value.storage_offset(), tuple(value.shape), value.stride(), *flags
 
 
+def narrow(graph: Graph) -> int:
+    """Let sums over positions read sixteen bits where these were made float32 for them alone; how many.
+
+    They add in float32 whatever they read. A copy in float32 would be written and read: six bytes instead of two.
+    """
+    found = 0
+    for node in list(graph.nodes):
+        if node.target is torch.ops.eachgrad.position_sums.default:
+            for k, given in enumerate(node.args):
+                source = _narrower(graph, given) if isinstance(given, Node) else None
+                if source is not None:
+                    node.update_arg(k, source)
+                    found += 1
+    graph.eliminate_dead_code()
+    return found
+
+
+def _narrower(graph: Graph, node: Node) -> Node | None:
+    """The same numbers in sixteen bits, if the node is a view of such a tensor made float32."""
+    if node.target is aten._to_copy.default:
+        source: Any = node.args[0]
+        before, after = source.meta["val"], node.meta["val"]
+        widened = before.dtype in (torch.bfloat16, torch.float16) and after.dtype == torch.float32
+        return source if widened and before.device == after.device else None
+    viewed = _viewed(node)
+    if viewed is None or viewed is not node.args[0]:
+        return None
+    source = _narrower(graph, viewed)
+    if source is None:
+        return None
+    with graph.inserting_after(node):
+        made = graph.node_copy(node, lambda a: source if a is viewed else a)
+    made.meta["val"] = node.meta["val"].to(source.meta["val"].dtype)
+    return made
+
+
 # Ops that draw which torch's own search for equal nodes knows as such.
 _KNOWN = {
     aten.dropout, aten._fused_dropout, aten._standard_gamma, aten.bernoulli, aten.multinomial, aten.native_dropout,

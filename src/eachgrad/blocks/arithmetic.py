@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eachgrad import plan
+from eachgrad.kernels.positions import DTYPES, position_sums
 from eachgrad.kernels.weighted import weighted
 
 # A norm of more numbers than this is put together from norms of so many: over 4 million numbers in float32
@@ -22,6 +23,8 @@ BFLOAT16_ROUNDING, TF32_ROUNDING, FLOAT32_ROUNDING = 2.0**-9, 2.0**-10, 2.0**-20
 
 # From so many numbers a gradient a kernel of its own pays for starting it.
 LARGE = 1 << 16
+# One for a sum over positions from so many numbers in all, and at each position.
+MANY, WIDE = 1 << 20, 32
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -74,6 +77,21 @@ def sum_of(c: Tensor, value: Tensor) -> Tensor:
     return torch.tensordot(c.to(dtype), value.to(dtype), dims=1)
 
 
+def over_positions(g: Tensor, h: Tensor | None = None) -> Tensor:
+    """sum_t g[:, t] h[:, t] of (B, T, *shape), without h as if it were ones, in float32 or better: (B, *shape)."""
+    if g.shape[1] == 1:
+        only = g[:, 0].to(accumulation_dtype(g.dtype))  # no copy
+        return only if h is None else only * h[:, 0]
+    (B, T), given = g.shape[:2], (g,) if h is None else (g, h)
+    wide = g.numel() >= max(MANY, B * T * WIDE)
+    if on_gpu(g) and wide and all(t.dtype in DTYPES and not t.requires_grad for t in given):
+        return position_sums(*(t.reshape(B, T, -1) for t in given)).view(B, *g.shape[2:])
+    if h is None:
+        return g.sum(1, dtype=accumulation_dtype(g.dtype))
+    product = g * h
+    return product.sum(1, dtype=accumulation_dtype(product.dtype))
+
+
 def product(left: Tensor, right: Tensor) -> Tensor:
     """left @ right of matrices of which one may be wider than the other, in float32 or better."""
     narrow = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
@@ -106,19 +124,6 @@ def products(left: Tensor, right: Tensor) -> Tensor:
     if on_gpu(left) and dtype != left.dtype and not (left.requires_grad or right.requires_grad):
         return torch.bmm(left, right, out_dtype=dtype)
     return left.to(dtype) @ right.to(dtype)
-
-
-def grams(t: Tensor) -> Tensor:
-    """t[i] t[i]^H of (n, T, d): (n, T, T), in float32 or better."""
-    n, T, d = t.shape
-    wide = T + -T % plan.ALIGNED
-    if not on_gpu(t) or wide == T or T < plan.ALIGNED or n < 2 or t.dtype != torch.bfloat16 or not t.is_contiguous():
-        return products(t, t.mH)
-    # With a few rows of the next sample, which are cut off again, every size is a multiple of eight; the last sample
-    # has no next one. Of (64, 197, 768) it took 110 us on an H200 with odd sizes.
-    rows = t.as_strided((n - 1, wide, d), (T * d, d, 1), t.storage_offset())
-    last = F.pad(t[-1:], (0, 0, 0, wide - T))
-    return torch.cat([products(rows, rows.mT), products(last, last.mT)])[:, :T, :T]
 
 
 def squared_norms(value: Tensor) -> Tensor:

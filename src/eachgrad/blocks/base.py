@@ -13,7 +13,6 @@ from eachgrad import doubts, plan
 from eachgrad.blocks.arithmetic import (
     accumulation_dtype,
     dots,
-    grams,
     inner,
     matrix_sizes,
     products,
@@ -71,8 +70,7 @@ class Shared:
             del self._found[next(iter(self._found))]
         strips = self._found[key][1]
         if (start, end) not in strips:
-            whole = start == 0 and end == t.shape[1]
-            strips[start, end] = grams(t) if whole else products(t[:, start:end], t[:, :end].mH)
+            strips[start, end] = products(t[:, start:end], t[:, :end].mH)
         return strips[start, end]
 
 

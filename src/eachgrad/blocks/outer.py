@@ -21,6 +21,7 @@ from eachgrad.blocks.arithmetic import (
     squared_norms,
 )
 from eachgrad.blocks.base import Block, Fold, Shared, recomputed
+from eachgrad.kernels.gram import gram_norms
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,9 @@ class Outer(Block):
         """Squared norms, and the size of the terms that they are sums of: sum (A A^T) * (G G^T)."""
         # Never below float32: in bfloat16 this sum was wrong by up to 7% where gradients cancel over T.
         left, right = self._factors()
-        if not on_gpu(left):  # which multiplies sixteen bits exactly, and adds in float32
-            left, right = (t.to(accumulation_dtype(t.dtype)) for t in (left, right))
+        if on_gpu(left) and left.dtype.itemsize == 2 and not (left.requires_grad or right.requires_grad):
+            return gram_norms(left, right)  # which multiplies sixteen bits exactly, and adds in float32
+        left, right = (t.to(accumulation_dtype(t.dtype)) for t in (left, right))
         step = plan.gram_samples(len(left), left.shape[1], left.device.type)
         if step >= len(left):
             return _gram(left, right, shared)

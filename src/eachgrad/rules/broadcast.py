@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eachgrad.blocks import Block, Dense
+from eachgrad.blocks.arithmetic import over_positions
 from eachgrad.rules.registry import BROADCAST, NeedsLoop, composite, rule
 
 _NAMES = [
@@ -113,7 +114,7 @@ def _expand(g: Tensor, input: Tensor, *sizes: int, batch_dim: int) -> dict[str, 
     # What is left of the parameter's own shape once the sample dimension is out of the way.
     rest = [n for k, n in enumerate(input.shape) if k != own]
     extra = g.ndim - 1 - len(rest)
-    value = g.flatten(1, extra).sum(1) if extra else g
+    value = over_positions(g.flatten(1, extra)) if extra else g
     value = value.sum_to_size(len(g), *rest)
     return {"input": Dense(value.reshape(len(g), *input.shape))}
 

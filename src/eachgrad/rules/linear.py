@@ -10,20 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eachgrad.blocks import Block, Dense, Outer, accumulation_dtype
+from eachgrad.blocks import Block, Dense, Outer
+from eachgrad.blocks.arithmetic import over_positions
 from eachgrad.rules.registry import Arguments, NeedsLoop, composite, rule
 
 
 def positions(t: Tensor) -> Tensor:
     """(B, ..., d) -> (B, T, d)."""
     return t.reshape(len(t), -1, t.shape[-1])
-
-
-def summed(g: Tensor) -> Tensor:
-    """(B, T, p) -> (B, p), in float32 or better; of one position it is no copy."""
-    if g.shape[1] == 1:
-        return g[:, 0].to(accumulation_dtype(g.dtype))
-    return g.sum(1, dtype=accumulation_dtype(g.dtype))
 
 
 def all_but_last(g: Tensor, arguments: Arguments) -> int:
@@ -44,7 +38,7 @@ def _linear(g: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None
     g, x = positions(g), positions(input.to(g.dtype)).conj()
     if weight.ndim == 1:  # one output, which has no dimension of its own
         raise NeedsLoop
-    return {"weight": Outer(g, x), "bias": Dense(summed(g))}
+    return {"weight": Outer(g, x), "bias": Dense(over_positions(g))}
 
 
 if hasattr(F, "linear_cross_entropy"):  # not in every version of torch
@@ -71,7 +65,7 @@ def _bilinear(
 ) -> dict[str, Block]:
     g, x, y = positions(g), positions(input1.to(g.dtype)), positions(input2.to(g.dtype))
     weights = torch.einsum("btp,bti,btj->bpij", g, x.conj(), y.conj())
-    return {"weight": Dense(weights), "bias": Dense(summed(g))}
+    return {"weight": Dense(weights), "bias": Dense(over_positions(g))}
 
 
 @rule(

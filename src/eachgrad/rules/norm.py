@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eachgrad.blocks import Block, Dense
-from eachgrad.blocks.arithmetic import on_gpu
+from eachgrad.blocks.arithmetic import on_gpu, over_positions
 from eachgrad.rules.registry import Arguments, composite, rule
 
 
@@ -23,9 +23,9 @@ def _all_but_normalised(g: Tensor, arguments: Arguments) -> int:
     return g.ndim - len(arguments["normalized_shape"])
 
 
-def _over_positions(value: Tensor, shape: Sequence[int]) -> Dense:
-    """Sum (B, ..., *shape) over everything between the sample and the parameter's own dimensions."""
-    return Dense(value.reshape(len(value), -1, *shape).sum(1))
+def _over_positions(shape: Sequence[int], *values: Tensor) -> Dense:
+    """Sum (B, ..., *shape), or its product with another, over all between the sample and the parameter's dimensions."""
+    return Dense(over_positions(*(value.reshape(len(value), -1, *shape) for value in values)))
 
 
 def _over_channels(value: Tensor) -> Dense:
@@ -50,8 +50,8 @@ def _layer_norm(
     else:
         normal = F.layer_norm(input, normalized_shape, None, None, eps)
     return {
-        "weight": _over_positions(g * normal, normalized_shape),
-        "bias": _over_positions(g, normalized_shape),
+        "weight": _over_positions(normalized_shape, g, normal),
+        "bias": _over_positions(normalized_shape, g),
     }
 
 
@@ -64,7 +64,7 @@ def _rms_norm(
     eps: float | None = None,
 ) -> dict[str, Block]:
     normal = F.rms_norm(input, normalized_shape, None, eps)
-    return {"weight": _over_positions(g * normal, normalized_shape)}
+    return {"weight": _over_positions(normalized_shape, g, normal)}
 
 
 @rule(F.group_norm, torch.group_norm, values=False)

@@ -20,8 +20,9 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from eachgrad.blocks import Block, Dense, Outer
+from eachgrad.blocks.arithmetic import over_positions
 from eachgrad.rules import scan
-from eachgrad.rules.linear import all_but_last, positions, summed
+from eachgrad.rules.linear import all_but_last, positions
 from eachgrad.rules.recurrence import is_traced, recurrence
 from eachgrad.rules.registry import composite, rule
 
@@ -63,7 +64,7 @@ def gru_hidden(input: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor
 def _gru_hidden(g: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor) -> dict[str, Block]:
     H = input.shape[-1]
     g = positions(torch.cat([g[..., : 2 * H], g[..., 2 * H :] * reset.to(g.dtype)], -1))
-    return {"weight": Outer(g, positions(input.to(g.dtype))), "bias": Dense(summed(g))}
+    return {"weight": Outer(g, positions(input.to(g.dtype))), "bias": Dense(over_positions(g))}
 
 
 @dataclass(frozen=True)

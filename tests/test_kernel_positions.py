@@ -1,0 +1,138 @@
+"""Sums over positions: torch's own ops against float64, and the kernel against both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import eachgrad
+from eachgrad.blocks import arithmetic
+from eachgrad.kernels import positions
+from eachgrad.kernels.positions import position_sums
+from interpreter import assert_as_in_float64
+from oracle import assert_same, rows
+
+# B, T, n
+SIZES = [(1, 1, 1), (3, 7, 5), (2, 64, 128), (2, 65, 130), (3, 197, 24), (1, 300, 257), (2, 3, 0), (0, 4, 5), (2, 0, 3)]
+PAIRS = [
+    (torch.bfloat16, None), (torch.float16, torch.float32), (torch.bfloat16, torch.float32), (torch.float32, None),
+    (torch.float32, torch.float32), (torch.float32, torch.bfloat16),
+]  # fmt: skip
+LAYOUTS = ("contiguous", "positions first", "apart", "transposed")
+
+
+def laid(kind: str, t: Tensor) -> Tensor:
+    """The same numbers with other strides, between others that nobody may read."""
+    B, T, n = t.shape
+    nan = float("nan")
+    if kind == "positions first":
+        return t.new_full((T + 1, B + 1, n + 8), nan)[:T, :B, 8:].copy_(t.transpose(0, 1)).transpose(0, 1)
+    if kind == "apart":
+        return t.new_full((B + 1, T + 2, n + 3), nan)[1:, 1:-1, :n].copy_(t)
+    if kind == "transposed":
+        return t.new_full((B, n + 1, T + 1), nan)[:, :n, :T].copy_(t.mT).mT
+    return t.contiguous()
+
+
+def problem(size: tuple[int, int, int], dtypes) -> tuple[Tensor, Tensor | None]:
+    torch.manual_seed(sum(size))
+    g, h = (None if dtype is None else torch.randn(size).add(0.5).to(dtype) for dtype in dtypes)
+    assert g is not None
+    return g, h
+
+
+def check(g: Tensor, h: Tensor | None, found: Tensor) -> None:
+    terms = g.double() if h is None else g.double() * h.double()
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), terms.sum(1), rtol=1e-6, atol=2e-6 * max(1.0, float(g.shape[1]) ** 0.5))
+
+
+@pytest.mark.parametrize("dtypes", PAIRS, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_torchs_own_ops(size, dtypes):
+    g, h = problem(size, dtypes)
+    for kind in LAYOUTS:
+        check(g, h, position_sums(laid(kind, g), None if h is None else laid(kind, h)))
+
+
+def test_it_is_an_op():
+    g, h = problem((2, 65, 5), (torch.bfloat16, torch.float32))
+    for other in (None, h, g.mT.contiguous().mT):
+        torch.library.opcheck(torch.ops.eachgrad.position_sums.default, (g, other))
+
+
+def test_others_are_refused():
+    g = torch.ones(2, 3, 4)
+    with pytest.raises(TypeError, match=r"not torch\.float64"):
+        position_sums(g.double())
+    with pytest.raises(ValueError, match=r"must both be \(B, T, n\)"):
+        position_sums(g, g[:, :2])
+    with pytest.raises(ValueError, match=r"must both be \(B, T, n\)"):
+        position_sums(g[0])
+
+
+class Layers(nn.Module):
+    """A bias, norms with and without one, over one dimension and over two, and parameters that are spread over positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.rms = nn.Linear(6, 8), nn.LayerNorm(8), nn.RMSNorm(8)
+        self.two, self.scale, self.shift = (
+            nn.LayerNorm((3, 8)),
+            nn.Parameter(torch.rand(8)),
+            nn.Parameter(torch.rand(3, 1)),
+        )
+
+    def forward(self, x):
+        x = self.rms(self.norm(self.first(x)).tanh())
+        return (self.two(x.unflatten(1, (-1, 3))) * self.scale + self.shift).flatten(1).square().mean(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_by_it_are_those_of_a_loop(monkeypatch, dtype):
+    """As on a GPU, for layers of any size."""
+    asked = []
+    monkeypatch.setattr(arithmetic, "on_gpu", lambda t: True)
+    monkeypatch.setattr(arithmetic, "MANY", 0)
+    monkeypatch.setattr(arithmetic, "WIDE", 0)
+    monkeypatch.setattr(arithmetic, "position_sums", lambda *a: asked.append(len(a)) or position_sums(*a))
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(5, 6, 6)
+    want = rows(model.double(), lambda model, x: model(x), (x.double(),))
+    model.to(dtype)
+    with eachgrad.record(model) as tape:
+        losses = model(x.to(dtype))
+    found = tape.ask(losses, each=eachgrad.dense()).each
+    assert sorted(asked) == [1, 1, 1, 1, 1, 2, 2, 2]  # bias, biases of norms and what is spread; weights of norms
+    # In bfloat16 the model's own numbers have three digits.
+    assert_same(found, want, 5e-6 if dtype == torch.float32 else 0.05)
+
+
+def interpreted() -> None:
+    """The kernel on all cases; to be called where Triton's interpreter is on."""
+    from test_kernel_convolution import Poisoned
+
+    for size in SIZES:
+        for dtypes in PAIRS:
+            g, h = problem(size, dtypes)
+            for kind in LAYOUTS:
+                with Poisoned():
+                    found = positions.launched(laid(kind, g), None if h is None else laid(kind, h))
+                check(g, h, found.sum(1))
+                assert torch.equal(found.isnan(), torch.zeros_like(found, dtype=torch.bool))
+
+
+def test_the_kernel_without_a_gpu():
+    assert_as_in_float64("from test_kernel_positions import interpreted; interpreted()")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtypes", PAIRS, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_the_kernel_on_a_gpu(size, dtypes):
+    g, h = problem(size, dtypes)
+    for kind in LAYOUTS:
+        given = [None if t is None else laid(kind, t.cuda()) for t in (g, h)]
+        assert given[0] is not None
+        check(g, h, position_sums(given[0], given[1]).cpu())
