@@ -27,7 +27,7 @@ TOLERANCE = 1e-3
 COMMON = (0, 0)  # the pool of everything that asked for no other
 
 Row = dict[str, Any]
-Pool = tuple[int, ...]
+Pools = Counter[tuple[int, ...]]
 Update = Callable[[list[Tensor], list[Tensor], bool], None]
 
 
@@ -52,11 +52,28 @@ def clean() -> None:
         torch.cuda.empty_cache()
 
 
-def pools() -> dict[Pool, int]:
+def pools() -> Pools:
     """The bytes taken from the device for each of the allocator's pools."""
-    found: Counter[Pool] = Counter()
+    found: Pools = Counter()
     for segment in torch.cuda.memory_snapshot() if on_gpu() else ():
         found[tuple(segment["segment_pool_id"])] += segment["total_size"]
+    return found
+
+
+def taken(step: Callable[[], object], before: Pools) -> int:
+    """The bytes that one step takes from the device, with those of all pools that were not there `before`.
+
+    Gaps between tensors count. A CUDA graph keeps them in a pool of its own, and so every step gets one to begin with.
+    """
+    clean()
+    pool = torch.cuda.MemPool()
+    # The pool is this thread's: the backward must not run in another one.
+    with torch.cuda.use_mem_pool(pool), torch.autograd.set_multithreading_enabled(False):
+        step()
+    torch.cuda.synchronize()
+    found = sum(size for name, size in pools().items() if name != COMMON and name not in before)
+    del pool
+    clean()
     return found
 
 
@@ -138,23 +155,9 @@ class Entrant:
             noisy(grads, grads, 1.0, NOISE, 1.0, SEED, self.calls)
         self.update(list(self.parameters.values()), grads, self.torch_noise)
 
-    def peak(self, before: dict[Pool, int]) -> int:
-        """The most bytes that a step takes from the device beside the model, with what a CUDA graph keeps between steps.
-
-        Gaps between tensors count: a CUDA graph keeps them, and so all contenders get a pool of their own to begin with.
-        """
-        if not on_gpu():
-            return peak(self.step)
-        clean()
-        pool = torch.cuda.MemPool()
-        # The pool is this thread's: the backward must not run in another one.
-        with torch.cuda.use_mem_pool(pool), torch.autograd.set_multithreading_enabled(False):
-            self.step()
-        torch.cuda.synchronize()
-        taken = sum(size for name, size in pools().items() if name != COMMON and name not in before)
-        del pool
-        clean()
-        return taken
+    def peak(self, before: Pools) -> int:
+        """The most bytes of a step beside the model, with whatever the contender keeps between steps."""
+        return taken(self.step, before) if on_gpu() else peak(self.step)
 
     def run(self) -> None:
         """Time a few steps; those that measure where the samples lie run before, on a clock of their own."""

@@ -59,7 +59,7 @@ def figures(runner: Runner, base: Runner) -> Row:
         row["against_plain"] = {
             "step": ratio(by_step(runner.rounds), by_step(theirs)),
             "sample": ratio(by_sample(runner.rounds), by_sample(theirs)),
-        } | {name: row[name] / base.row[name] for name in ("allocated", "reserved") if base.row[name]}
+        } | ({"memory": row["bytes"] / base.row["bytes"]} if "bytes" in row else {})
     return row
 
 
@@ -118,7 +118,7 @@ def line(model: str, contender: str, row: Row) -> str:
     if against is not None:
         text += f" | x {against['step']['ratio']:.3f} a step, {against['sample']['ratio']:.3f} a sample"
     text += f" | host {row['host']['work']:.2f} ms, {len(row['waits'])} waits"
-    text += f" | {row['allocated'] / 2**30:.2f} GiB, reserved {row['reserved'] / 2**30:.2f}"
+    text += f" | {row['bytes'] / 2**30:.2f} GiB" if "bytes" in row else ""
     if "pieces_a_step" in row:
         text += f" | {row['pieces_a_step']:.2f} pieces of {row['max_physical_batch']}, {row['graphs']} graphs"
         text += f", {row['replayed']} replayed | deviation {row['deviation']:.1e}, of an eager run"
@@ -142,7 +142,7 @@ def cell(row: Row) -> str:
     if against is None:
         return f"{row['milliseconds']:.1f} ms"
     text = f"{against['step']['ratio']:.2f}, {against['sample']['ratio']:.2f}"
-    text += f" ({against['reserved']:.2f})" if "reserved" in against else ""
+    text += f" ({against['memory']:.2f})" if "memory" in against else ""
     return text + ("" if row["right"] else " WRONG")
 
 

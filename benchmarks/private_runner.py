@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 from gpu import eager, in_float32
 from gpu_contenders import Task
-from gpu_entrant import Row, Truth, clean, compared, on_gpu
+from gpu_entrant import Pools, Row, Truth, clean, compared, on_gpu, pools, taken
 from private_steps import OPTIMIZERS, Private, Trainer, Training
 
 from eachgrad.kernels.signals import Slot
@@ -110,25 +110,23 @@ class Runner:
         self.rounds: list[Steps] = []
         self.unusual: list[float] = []
         clean()
-        before = used()
+        before, fewest = pools(), allocated()
         start = time.perf_counter()
         self.trainer = build(self.training)
         for _ in range(WARM_UP):
             self.trainer.step()
         sync()
         self.row: Row = {"cold_seconds": time.perf_counter() - start}
-        self.row |= {f"{name}_at_most": peak - before[name] for name, peak in peaks().items()}
-        self.row |= {name: peak - before[name] for name, peak in self.peak().items()}
+        if on_gpu():
+            self.row["allocated_at_most"] = torch.cuda.max_memory_allocated() - fewest
+            self.row["bytes"] = self.peak(before)
 
-    def peak(self) -> dict[str, int]:
+    def peak(self, before: Pools) -> int:
         """The most bytes during a usual step, with all that is kept between steps."""
         while True:
-            clean()
-            used()
-            self.trainer.step()
-            sync()
+            found = taken(self.trainer.step, before)
             if self.trainer.was_usual():
-                return peaks()
+                return found
 
     def round(self) -> None:
         """Time so many usual steps."""
@@ -183,18 +181,12 @@ class Runner:
             self.row |= facts(self.trainer) | checked(self.trainer)
 
 
-def used() -> dict[str, int]:
-    """Bytes of tensors, and of all that the allocator holds; the count of their peaks begins anew."""
+def allocated() -> int:
+    """Bytes of tensors; the count of their peak begins anew."""
     if not on_gpu():
-        return {"allocated": 0, "reserved": 0}
+        return 0
     torch.cuda.reset_peak_memory_stats()
-    return {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
-
-
-def peaks() -> dict[str, int]:
-    if not on_gpu():
-        return {"allocated": 0, "reserved": 0}
-    return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    return torch.cuda.memory_allocated()
 
 
 def facts(private: Private) -> Row:
