@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eachgrad import plan
 from eachgrad.blocks import Block
-from eachgrad.blocks.arithmetic import accumulation_dtype, real_dtype
+from eachgrad.blocks.arithmetic import accumulation_dtype, on_gpu, real_dtype
 from eachgrad.blocks.base import Shared, place_of
 from eachgrad.functions import precise
 
@@ -133,10 +133,13 @@ class Gradient:
             return self.zeros(self.batch_size, other.batch_size)
         return self._real(block.gram(theirs))
 
+    @precise
     def mean(self) -> Tensor:
         """(1/B) sum_i g[i], (*shape), in the parameter's dtype."""
-        ones = torch.ones(self.batch_size, dtype=real_dtype(self.parameter.dtype), device=self.parameter.device)
-        return self.weighted_sum(ones / self.batch_size)
+        like = {"dtype": real_dtype(self.parameter.dtype), "device": self.parameter.device}
+        c = torch.ones(self.batch_size, **like) / self.batch_size
+        block = self.checked()
+        return self.weighted_sum(c) if block is None or not len(c) else block.mean(c).to(self.parameter.dtype)
 
     def sum_of_squares(self, center: Tensor | None = None) -> Tensor:
         """sum_i |g[i] - center|^2, element by element, (*shape), in float32 or better."""
@@ -149,6 +152,13 @@ class Gradient:
         """The same gradients, formed once for several queries in a row."""
         block = self.checked()
         return replace(self, block=block and block.kept())
+
+    def read_once(self) -> Gradient:
+        """The same gradients for their norms and their mean together: formed for both where that takes little room."""
+        block, cost = self.checked(), self.cost()
+        if block is None or self.attached or not on_gpu(self.parameter) or cost.kept > cost.factors:
+            return self
+        return replace(self, block=block.read_once())
 
     @property
     def has_norms(self) -> bool:

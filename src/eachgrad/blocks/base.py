@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eachgrad import doubts, plan
+from eachgrad.blocks import arithmetic
 from eachgrad.blocks.arithmetic import (
     accumulation_dtype,
     dots,
@@ -20,6 +21,7 @@ from eachgrad.blocks.arithmetic import (
     squared_norms,
     sum_of,
 )
+from eachgrad.kernels.squares_and_mean import DTYPES, squares_and_mean
 
 # Largest (B, n) slice of dense gradients that a query makes at a time, in elements: 16 MiB in float32.
 # A choice of memory, not of speed.
@@ -90,6 +92,10 @@ class Block:
 
     def weighted_sum(self, c: Tensor) -> Tensor:  # sum_i c[i] g[i] -> (*shape)
         return sum_of(c, self.dense())
+
+    def mean(self, c: Tensor) -> Tensor:
+        """sum_i c[i] g[i] where every c is 1/B."""
+        return self.weighted_sum(c)
 
     def weighted_sums(self, c: Tensor) -> Tensor:  # c (K, B) -> (K, *shape)
         return torch.stack([self.weighted_sum(row) for row in c])
@@ -174,6 +180,15 @@ class Block:
         """The gradients themselves, formed once for several queries in a row."""
         return Dense(self.dense())
 
+    def read_once(self) -> Block:
+        """The gradients themselves, formed for their norms and their mean, which a GPU reads off them together."""
+        value = self.dense()
+        large = value[:1].numel() >= arithmetic.LARGE
+        if not (large and arithmetic.on_gpu(value)) or value.dtype not in DTYPES or value.requires_grad:
+            return Dense(value)
+        squares, mean = squares_and_mean(value)
+        return Read(value, squares=squares, average=mean)
+
     def support(self) -> tuple[Block, Tensor | None]:
         """A block of the numbers that some sample does not leave at zero, and their places (None: all)."""
         return self, None
@@ -203,6 +218,20 @@ class Dense(Block):
 
     def weighted_sums(self, c: Tensor) -> Tensor:
         return sum_of(c, self.value)
+
+
+@dataclass(frozen=True)
+class Read(Dense):
+    """The gradients themselves, with what has been read off them."""
+
+    squares: Tensor = field(kw_only=True)  # (B,)
+    average: Tensor = field(kw_only=True)  # (*shape)
+
+    def measured(self, shared: Shared | None = None) -> tuple[Tensor, Tensor | None]:
+        return self.squares, None
+
+    def mean(self, c: Tensor) -> Tensor:
+        return self.average
 
 
 # A traced step does not compute these again: below this share the norm would be off by more than 1e-5.

@@ -35,6 +35,9 @@ class Sum(Block):
     def weighted_sum(self, c: Tensor) -> Tensor:
         return reduce(torch.add, (part.weighted_sum(c) for part in self.parts))
 
+    def mean(self, c: Tensor) -> Tensor:
+        return reduce(torch.add, (part.mean(c) for part in self.parts))
+
     def weighted_sums(self, c: Tensor) -> Tensor:
         return reduce(torch.add, (part.weighted_sums(c) for part in self.parts))
 
@@ -60,6 +63,9 @@ class Sum(Block):
 
     def kept(self) -> Block:
         return add(part.kept() if part.cost().is_small else part for part in self.parts)
+
+    def read_once(self) -> Block:
+        return add(part.read_once() if part.cost().is_small else part for part in self.parts)
 
     def measured(self, shared: Shared | None = None) -> tuple[Tensor, Tensor | None]:
         found = [part.measured(shared) for part in self.parts]

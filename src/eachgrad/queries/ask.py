@@ -88,7 +88,10 @@ class Accumulator:
 
 def _add(gradient: Gradient, every: Iterable[Running]) -> None:
     asking = [running for running in every if gradient.name in running.over.parameters]
-    if not gradient.has_norms and any(running.keeps(gradient.name) for running in asking):
-        gradient = gradient.kept()
+    if not gradient.has_norms:
+        if any(running.keeps(gradient.name) for running in asking):
+            gradient = gradient.kept()
+        elif {"norms", "mean"} <= {running.reads for running in asking}:
+            gradient = gradient.read_once()
     for running in asking:
         running.add(gradient)

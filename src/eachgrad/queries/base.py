@@ -70,6 +70,8 @@ class Running:
     ended. Between them `again` may name parameters whose gradients are to be added a second time.
     """
 
+    reads: ClassVar[str] = ""  # what it takes from each gradient, if others may take theirs at the same time
+
     def __init__(self, over: Over):
         self.over = over
         self.samples = 0  # of the batches that have ended
@@ -145,9 +147,13 @@ class PerParameter(Running):
         for name, value in self.batch.items():
             self.dtypes[name] = value.dtype
             wide = value.to(accumulation_dtype(value.dtype))  # many batches of sixteen bits would not add up
-            self.sums[name] = self.sums[name] + wide if name in self.sums else wide
+            self.sums[name] = self.joined(self.sums[name], wide) if name in self.sums else wide
         self.batch = {}
         super().end()
+
+    def joined(self, earlier: Tensor, value: Tensor) -> Tensor:
+        """What all batches give, from what the earlier ones gave and this one does."""
+        return earlier + value
 
     def in_order(self, divisor: float | None = None) -> dict[str, Tensor]:
         found = {name: self.sums[name] for name in self.over.parameters if name in self.sums}

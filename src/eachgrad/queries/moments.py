@@ -27,11 +27,16 @@ class Mean(Query):
 
 
 class RunningMean(PerParameter):
+    reads = "mean"
+
     def add(self, gradient: Gradient) -> None:
-        self.batch[gradient.name] = gradient.mean() * self.batch_size
+        self.batch[gradient.name] = gradient.mean()
+
+    def joined(self, earlier: Tensor, value: Tensor) -> Tensor:
+        return earlier + (value - earlier) * (self.batch_size / (self.samples + self.batch_size))
 
     def answer(self) -> dict[str, Tensor]:
-        return self.in_order(self.samples)
+        return self.in_order()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,68 @@
+"""squares_and_mean: the norms of gradients that are there, and their mean over samples, by reading them once.
+
+A step that asks for norms and for the ordinary gradient reads 3.9 GB of gradients for GPT-2 small with 16 samples: once
+instead of twice is 1 ms less on an H200. The Triton code is apart, as triton is there only where a GPU is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eachgrad.kernels.library import library
+
+SAMPLES, BLOCK = 16, 1024  # a program's tile: eight numbers, sixteen bytes of bfloat16, a thread and sample
+WARPS = 4
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _room(value: Tensor) -> tuple[Tensor, Tensor]:
+    """For what each block of numbers adds to each sample's square (blocks, B), and for the mean (*shape)."""
+    if value.dtype not in DTYPES:
+        raise TypeError(f"squares_and_mean takes {', '.join(map(str, DTYPES))}, not {value.dtype}")
+    out = value.new_empty(value.shape[1:], dtype=torch.float32)
+    return value.new_empty((-(-out.numel() // BLOCK), len(value)), dtype=torch.float32), out
+
+
+def plain(value: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in torch's own ops."""
+    parts, _ = _room(value)
+    flat = value.reshape(len(value), -1) if value.numel() else value.new_zeros(len(value), 0)
+    squares = F.pad(flat.to(torch.float32).square(), (0, len(parts) * BLOCK - flat.shape[1]))
+    return squares.unflatten(1, (len(parts), BLOCK)).sum(2).mT.contiguous(), value.sum(0, dtype=torch.float32) / max(
+        1, len(value)
+    )
+
+
+def launched(value: Tensor) -> tuple[Tensor, Tensor]:
+    """The same by the kernel."""
+    from eachgrad.kernels.triton_squares_and_mean import squares_and_mean_kernel
+
+    parts, out = _room(value)
+    if not len(value):
+        return parts, out.zero_()
+    # Samples may lie apart, as they do where a product was made of padded matrices and cut.
+    value = value if value[0].is_contiguous() else value.contiguous()
+    B, n, kernel = len(value), out.numel(), cast(Any, squares_and_mean_kernel)
+    if n:
+        kernel[(len(parts),)](value, parts, out, B, n, value.stride(0), SAMPLES=SAMPLES, BLOCK=BLOCK, num_warps=WARPS)
+    return parts, out
+
+
+library.define("squares_and_mean(Tensor value) -> (Tensor, Tensor)", tags=(torch.Tag.flexible_layout,))
+library.impl("squares_and_mean", plain, "CPU")
+library.impl("squares_and_mean", launched, "CUDA")
+
+
+@torch.library.register_fake("eachgrad::squares_and_mean", lib=library)
+def _(value: Tensor) -> tuple[Tensor, Tensor]:
+    return _room(value)
+
+
+def squares_and_mean(value: Tensor) -> tuple[Tensor, Tensor]:
+    """|value[i]|^2 of (B, *shape), (B,), and the mean over samples, (*shape), both in float32."""
+    parts, mean = torch.ops.eachgrad.squares_and_mean(value)
+    return parts.sum(0), mean
