@@ -14,7 +14,7 @@ from eachgrad.blocks import arithmetic, outer, patches, windows
 from eachgrad.channels import channels_last
 from eachgrad.laying import laid_out
 from eachgrad.rules import norm
-from eachgrad.tidy import merge, narrow
+from eachgrad.tidy import changes, merge, narrow, write_apart
 
 aten = torch.ops.aten
 SUMS = torch.ops.eachgrad.position_sums.default
@@ -55,6 +55,33 @@ def test_parts_of_a_tensor_are_not_one():
     traced.recompile()
     for a, b in zip(traced(x), parts(x), strict=True):
         assert torch.equal(a, b)
+
+
+def writing(x: Tensor) -> tuple[Tensor, ...]:
+    alone = (x * 2).add_(1.0).mul_(x)  # what is written is read by nobody else
+    seen = x * 3
+    seen.add_(1.0)
+    row = (x * 4)[0].add_(1.0)  # a view
+    whole = x.round().to(torch.int64).mul_(2)
+    parts = x * 5
+    parts.split(1)[0].neg_()  # of memory that is read afterwards
+    return alone, seen + seen, row, whole, parts + 1, x.t().sin_()
+
+
+def test_what_is_written_for_one_reader_is_made_for_it():
+    traced = make_fx(writing, tracing_mode="fake")(torch.randn(3, 3, dtype=torch.float64))
+    x = torch.randn(3, 3, dtype=torch.float64)
+    want = writing(x.clone())
+    written = [node.target for node in traced.graph.nodes if changes(node)]
+    assert write_apart(traced.graph) >= 3
+    left = [node.target for node in traced.graph.nodes if changes(node)]
+    assert {aten.sin_.default, aten.neg_.default} <= set(left)  # into what was given, and into a part
+    assert len(left) < len(written)
+    traced.recompile()
+    given = x.clone()
+    for a, b in zip(traced(given), want, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(given, x.sin())
 
 
 def sums_over_positions(x: Tensor, h: Tensor) -> tuple[Tensor, ...]:

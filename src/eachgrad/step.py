@@ -14,7 +14,7 @@ from eachgrad.functions import without_autocast
 from eachgrad.kernels.signals import Slot
 from eachgrad.laying import laid_out
 from eachgrad.replay import Replay
-from eachgrad.tidy import changes, may_differ, merge, narrow
+from eachgrad.tidy import changes, may_differ, merge, narrow, write_apart
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ def compiled(
     """
     from torch._functorch.compile_utils import fx_graph_cse
 
+    write_apart(traced.graph)
     if not any(map(changes, traced.graph.nodes)):  # two buffers that are written to are not one
         merge(traced.graph)
         narrow(traced.graph)

@@ -6,18 +6,63 @@ were already. The compiler does not know these as one, and computes statistics o
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 
 
 def changes(node: Node) -> bool:
     """Whether an op changes its arguments."""
-    return getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+    return changes_by(node.target)
+
+
+def changes_by(target: Any) -> bool:
+    return getattr(getattr(target, "_schema", None), "is_mutable", False)
+
+
+def write_apart(graph: Graph) -> int:
+    """Let ops that write into a tensor which nobody else reads return another one instead; how many.
+
+    A norm of torch adds its epsilon so, and a graph that writes is left as it is by all that comes after this.
+    """
+    found, seen = 0, Counter()
+    for node in graph.nodes:
+        other = _out_of_place(node, seen) if node.op == "call_function" and changes(node) else None
+        if other is not None:
+            node.target, node.meta["val"] = other
+            found += 1
+        seen.update(_memory(node))
+    return found
+
+
+def _memory(node: Node) -> list[int]:
+    """The memory that a node's tensors lie in; the node holds on to it."""
+    values = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+    return [value.untyped_storage()._cdata for value in values]
+
+
+def _out_of_place(node: Node, seen: Counter[int]) -> tuple[Any, Tensor] | None:
+    """The op that returns what this one writes into its first argument, a tensor made for it alone, and the result."""
+    given, target = node.args[0] if node.args else None, cast(Any, node.target)
+    if not isinstance(given, Node) or given.op != "call_function" or list(given.users) != [node]:
+        return None
+    # A view, or one of several parts, has its memory from a node before.
+    if _written(node) != [given] or [seen[place] for place in _memory(given)] != [1]:
+        return None
+    name = target._opname.removesuffix("_")
+    other = getattr(getattr(aten, name, None), target._overloadname, None)
+    if other is None or changes_by(other):
+        return None
+    args, kwargs = tree_map(lambda a: a.meta["val"] if isinstance(a, Node) else a, (node.args, node.kwargs))
+    made, before = other(*args, **kwargs), node.meta["val"]
+    same = made.shape == before.shape and made.dtype == before.dtype and made.stride() == before.stride()
+    return (other, made) if same else None
 
 
 def origins(graph: Graph) -> dict[Node, Node]:
