@@ -1,15 +1,24 @@
-"""Small gradients side by side: the clipped sums are those of each by itself."""
+"""Small gradients side by side, and large ones read by one launch: the clipped sums are those of each by itself."""
 
 from __future__ import annotations
+
+import copy
+import weakref
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import eachgrad
+from eachgrad.blocks import Dense, Outer, arithmetic
+from eachgrad.gradient import Gradient
+from eachgrad.kernels import many
 from eachgrad.queries import packing
-from oracle import assert_same
+from eachgrad.queries.base import Over
+from oracle import assert_same, loop
 
 B = 5
 
@@ -100,3 +109,257 @@ def test_small_gradients_share_their_ops(monkeypatch):
             clipped(monkeypatch, small, max_norm=0.3)
         counts.append(sum(event.count for event in profile.key_averages() if event.key == "aten::linalg_vector_norm"))
     assert counts[0] < counts[1]
+
+
+# Large gradients, where a GPU is: each stays where it lies, and a launch reads all of them
+
+
+SHAPES = {"a.w": (9, 7), "a.b": (5,), "b.w": (8, 8), "b.v": (3, 4, 6), "b.b": (7,), "c.w": (90,)}
+PARTS = {"a": ["a*"], "b": ["b*", "c*"]}
+LARGE_OPTIONS = {
+    "flat": {"max_norm": 8.0},
+    "by groups": {"max_norm": {"a": 2.0, "b": 11.0}, "groups": PARTS},
+    "by parameter": {"max_norm": 5.0, "groups": "parameter"},
+    "normalised": {"max_norm": 8.0, "normalise": True},
+    "wide": {"max_norm": 8.0, "wide": True},
+    "left out": {"max_norm": 8.0, "nonfinite": "zero"},
+}
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(arithmetic, "on_gpu", lambda t: True)
+    monkeypatch.setattr(arithmetic, "LARGE", 60)
+    monkeypatch.setattr(packing, "SMALL", 8)
+
+
+def many_gradients(dtype: torch.dtype, parameter: torch.dtype | None = None, poisoned: bool = False) -> list[Gradient]:
+    """Two small ones and four large, with NaN between the samples of some."""
+    torch.manual_seed(0)
+    found = []
+    for k, (name, shape) in enumerate(SHAPES.items()):
+        value = torch.full((B, shape[0] + k % 2, *shape[1:]), float("nan")).to(dtype)[:, : shape[0]]
+        value.copy_(torch.rand(B).view(-1, *[1] * len(shape)) * 2 * torch.randn(B, *shape))
+        if poisoned and k in (2, 4):
+            value[k - 1].view(-1)[1] = float("inf")
+        found.append(Gradient(name, torch.zeros(shape, dtype=parameter or dtype), Dense(value), B))
+    return found
+
+
+def asked(gradients: list[Gradient], budget: int | None = None, **queries):
+    """The answers, and how often each op of the library ran."""
+    total, names = eachgrad.Accumulator(**queries), {gradient.name: gradient.parameter for gradient in gradients}
+
+    def visit(add, wanted):
+        for gradient in gradients:
+            if wanted is None or gradient.name in wanted:
+                add(gradient)
+
+    with Ops() as ops:
+        total.run(Over(names, {}, budget), B, {g.name: g.cost() for g in gradients}, visit)
+    return total.answer(), ops.counts
+
+
+class Ops(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "eachgrad" or func.overloadpacket is torch.ops.aten.linalg_vector_norm:
+            self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def truth(gradients: list[Gradient], max_norm, groups=None, normalise=False, nonfinite="raise", wide=False):
+    """The norms and the clipped sums in float64, group by group."""
+    values = {g.name: g.block.value.double().reshape(B, -1) for g in gradients}
+    squares = {name: value.square().sum(1) for name, value in values.items()}
+    norms = sum(squares.values()).sqrt()
+    owner = {n: n if groups == "parameter" else n[0].replace("c", "b") if groups else "" for n in values}
+    each = {o: sum(squares[n] for n in values if owner[n] == o).sqrt() for o in owner.values()}
+    used, answer = norms.isfinite(), {}
+    for gradient in gradients:
+        group = each[owner[gradient.name]]
+        bound = max_norm[owner[gradient.name]] if isinstance(max_norm, dict) else max_norm
+        factor = bound / (group + 0.01) if normalise else (bound / group).clamp(max=1.0)
+        found = (factor[:, None] * values[gradient.name])[used].sum(0)
+        answer[gradient.name] = found.view(gradient.parameter.shape)
+    return norms, answer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LARGE_OPTIONS)
+def test_large_gradients(name, dtype, as_on_a_gpu):
+    options = LARGE_OPTIONS[name]
+    bad, parameter = name == "left out", torch.float32 if name != "wide" else dtype
+    gradients = many_gradients(dtype, parameter, poisoned=bad)
+    answer, ops = asked(gradients, grad=eachgrad.clipped_sum(**options), norms=eachgrad.norms())
+    norms, want = truth(gradients, **options)
+    assert all(value.dtype == torch.float32 and value.shape == want[n].shape for n, value in answer.grad.items())
+    assert_same(answer.grad, want, 2e-6)
+    torch.testing.assert_close(answer.norms.double(), norms, rtol=1e-6, atol=0)
+    packs = {"by groups": 2, "by parameter": 4}.get(name, 1)
+    assert ops["squares_of_many"] == packs
+    assert ops["weighted_of_many"] == (0 if bad else packs)
+
+
+@pytest.mark.parametrize("together", [1, 100])
+def test_large_gradients_are_summed_some_at_a_time(together, as_on_a_gpu, monkeypatch):
+    monkeypatch.setattr(packing, "TOGETHER", together)
+    gradients = many_gradients(torch.bfloat16, torch.float32)
+    answer, ops = asked(gradients, grad=eachgrad.clipped_sum(8.0))
+    assert_same(answer.grad, truth(gradients, 8.0)[1], 2e-6)
+    assert (ops["squares_of_many"], ops["weighted_of_many"]) == (1, 4 if together == 1 else 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_sum_of_large_gradients_has_the_dtype_of_its_parameter(dtype, as_on_a_gpu):
+    gradients = many_gradients(torch.bfloat16, dtype)
+    packed, _ = asked(gradients, grad=eachgrad.clipped_sum(8.0))
+    assert {value.dtype for value in packed.grad.values()} == {dtype}
+    assert_same(packed.grad, truth(gradients, 8.0)[1], 2.0**-8 if dtype == torch.bfloat16 else 2e-6)
+
+
+def test_one_percent_of_one_sample_is_seen(as_on_a_gpu):
+    gradients = many_gradients(torch.float32)
+    answer, _ = asked(gradients, grad=eachgrad.clipped_sum(8.0))
+    gradients[2].block.value[1] *= 1.01
+    with pytest.raises(AssertionError):
+        assert_same(answer.grad, truth(gradients, 8.0)[1], 2e-6)
+
+
+def test_a_sample_that_is_not_finite_is_named(as_on_a_gpu):
+    with pytest.raises(eachgrad.CaptureError, match=r"samples \[1, 3\]"):
+        asked(many_gradients(torch.bfloat16, torch.float32, poisoned=True), grad=eachgrad.clipped_sum(8.0))
+
+
+CLIP, EACH = eachgrad.clipped_sum(8.0), eachgrad.norms(by="parameter")
+QUESTIONS = {  # and how often the norms of many are computed, single norms (small gradients' too), and sums of many
+    "norms first": ({"norms": eachgrad.norms(), "grad": CLIP}, (0, 6, 0)),
+    "norms of each": ({"grad": CLIP, "each": EACH}, (0, 7, 1)),
+    "norms of each, and of all": ({"grad": CLIP, "each": EACH, "norms": eachgrad.norms()}, (0, 7, 1)),
+    "norms of some": ({"grad": CLIP, "some": eachgrad.norms().select(["a*", "b.v"])}, (2, 2, 1)),
+    "largest norms": ({"grad": CLIP, "most": eachgrad.topk_norms(2)}, (1, 2, 1)),
+    "two sums": ({"grad": CLIP, "twice": eachgrad.clipped_sum(2.0)}, (0, 6, 1)),
+    "norms alone": ({"norms": eachgrad.norms()}, (0, 5, 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_questions_asked_together(name, as_on_a_gpu):
+    """Whatever is asked beside it, and in whichever order; no norm of a large gradient is computed more often than asked."""
+    queries, counts = QUESTIONS[name]
+    gradients = many_gradients(torch.float32)
+    answer, ops = asked(gradients, **queries)
+    squares = {g.name: g.block.value.double().reshape(B, -1).square().sum(1) for g in gradients}
+    norms, want = truth(gradients, 8.0)
+    if "grad" in queries:
+        assert_same(answer.grad, want, 2e-6)
+    if "twice" in queries:
+        assert_same(answer.twice, truth(gradients, 2.0)[1], 2e-6)
+    if "norms" in queries:
+        torch.testing.assert_close(answer.norms.double(), norms, rtol=1e-6, atol=0)
+    if "each" in queries:
+        assert_same(answer.each, {n: s.sqrt() for n, s in squares.items()}, 1e-6)
+    if "some" in queries:
+        some = sum(squares[n] for n in ("a.w", "a.b", "b.v")).sqrt()
+        torch.testing.assert_close(answer.some.double(), some, rtol=1e-6, atol=0)
+    if "most" in queries:
+        torch.testing.assert_close(answer.most[0].double(), norms.topk(2)[0], rtol=1e-6, atol=0)
+    assert (ops["squares_of_many"], ops["linalg_vector_norm"], ops["weighted_of_many"]) == counts
+
+
+def test_large_gradients_that_are_computed_again_are_not_held(as_on_a_gpu):
+    gradients = many_gradients(torch.float32)
+    answer, ops = asked(gradients, budget=4000, grad=CLIP, norms=eachgrad.norms())
+    assert_same(answer.grad, truth(gradients, 8.0)[1], 2e-6)
+    torch.testing.assert_close(answer.norms.double(), truth(gradients, 8.0)[0], rtol=1e-6, atol=0)
+    assert ops["weighted"] > 0  # those that came a second time
+    assert ops["squares_of_many"] == ops["weighted_of_many"] == 1  # the others
+
+
+def test_norms_alone_hold_no_large_gradient(as_on_a_gpu):
+    """Each is free as soon as it has been added; beside a clipped sum, as soon as that is known."""
+    for queries, held in ({"norms": eachgrad.norms()}, 0), ({"grad": CLIP, "norms": eachgrad.norms()}, 4):
+        gradients, alive, most = many_gradients(torch.float32), [], []
+        names, costs = {g.name: g.parameter for g in gradients}, {g.name: g.cost() for g in gradients}
+
+        def visit(add, wanted, gradients=gradients, alive=alive, most=most):
+            while gradients:
+                if gradients[0].parameter.numel() >= 60:
+                    alive.append(weakref.ref(gradients[0].block.value))
+                add(gradients.pop(0))
+            most.append(sum(ref() is not None for ref in alive))
+
+        total = eachgrad.Accumulator(**queries)
+        total.run(Over(names, {}), B, costs, visit)
+        assert total.batch_sizes == [B]
+        assert len(alive) == 4
+        assert most == [held]
+        assert not any(ref() is not None for ref in alive)
+        assert not packing._holders
+
+
+def test_what_is_not_packed(as_on_a_gpu, monkeypatch):
+    """Float64 and complex numbers, gradients to be differentiated, samples in pieces, other blocks, no samples, no GPU."""
+
+    def key(value, parameter=None):
+        parameter = torch.zeros(value.shape[1:], dtype=value.dtype) if parameter is None else parameter
+        return packing.key_of(Gradient("w", parameter, Dense(value), len(value)), held=True)
+
+    value = torch.randn(B, 8, 9)
+    assert key(value) == (packing.Apart, value.device, value.dtype)
+    for other in (
+        value.double(),
+        value.to(torch.complex64),
+        value.clone().requires_grad_(),
+        value.mT,
+        value[:0],
+        value[:, :6],
+    ):
+        assert key(other) is None
+    assert key(value, torch.zeros(8, 9, dtype=torch.float64)) is None
+    assert packing.key_of(Gradient("w", value[0], Dense(value), B)) is None  # not held
+    assert packing.key_of(Gradient("w", value[0], Outer(value, value), B), held=True) is None
+    monkeypatch.setattr(arithmetic, "on_gpu", lambda t: False)
+    assert key(value) is None
+
+
+def test_the_weights_of_large_gradients_may_be_differentiated(as_on_a_gpu):
+    (gradient, *_), c = many_gradients(torch.float32), torch.rand(B, requires_grad=True)
+    pack = packing.Apart([gradient])
+    (got,) = torch.autograd.grad(pack.sums(c, None, False)["a.w"].sum(), c)
+    torch.testing.assert_close(got, gradient.block.value.sum((1, 2)))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_large_gradients_of_a_model_are_packed(compiled, as_on_a_gpu, monkeypatch):
+    torch.manual_seed(0)
+    calls = []
+    for name in ("squares_of_many", "weighted_of_many"):
+        plain = getattr(many, name)
+        monkeypatch.setattr(many, name, lambda *args, plain=plain: calls.append(len(args[-1])) or plain(*args))
+    model = nn.Sequential(nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 8), nn.LayerNorm(8), nn.Linear(8, 11))
+    x, y = torch.randn(B, 40, 12), torch.randint(11, (B, 40))
+    queries = {"grad": eachgrad.clipped_sum(3.0), "norms": eachgrad.norms()}
+
+    if compiled:
+        ask = eachgrad.compile(model, losses, backend="aot_eager", **queries)
+        ask(x, y), ask(x, y)  # measured, by the eager way
+        calls.clear()
+        answer = ask(x, y)
+        assert not ask.reasons()
+        assert len(ask.graphs[0].step) == 1
+    else:
+        with eachgrad.record(model) as tape:
+            found = losses(model, x, y)
+        answer = tape.ask(found, **queries)
+    assert set(calls) == {3}  # the weights; the biases have too few numbers
+    wide = copy.deepcopy(model).double()
+    rows = loop(wide, losses, [(x[i : i + 1].double(), y[i : i + 1]) for i in range(B)])
+    norms = torch.cat([value.flatten(1) for value in rows.values()], 1).norm(dim=1)
+    torch.testing.assert_close(answer.norms.double(), norms, rtol=1e-5, atol=0)
+    factors = (3.0 / norms).clamp(max=1.0)
+    assert bool((factors < 0.9).any())
+    assert_same(answer.grad, {name: torch.tensordot(factors, value, 1) for name, value in rows.items()}, 1e-5)

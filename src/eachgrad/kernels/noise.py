@@ -27,7 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 2048  # four groups a thread, which share the key's ten rounds: 293 us for GPT-2 small on an H200, two a thread 318
+BLOCK = (
+    2048  # four groups a thread, which share the key's ten rounds: 293 us for GPT-2 small on an H200, two a thread 318
+)
 WARPS = 4
 _KEPT = 8  # tables: a training loop needs one or two
 

@@ -1,57 +1,172 @@
-"""Pack: small gradients side by side, with one norm and one sum for all of them.
+"""Packs: gradients that are there, with one norm and one sum for all of them.
 
 A transformer has two biases or norms for every matrix. Each is a few thousand numbers a sample, and an op for each of them
-takes longer to start than to run: of GPT-2's 148 parameters 99 are such.
+takes longer to start than to run: of GPT-2's 148 parameters 99 are such, and are put side by side. Large ones stay where
+they lie, and on a GPU a launch reads all of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from eachgrad.blocks import Dense
-from eachgrad.blocks.arithmetic import accumulation_dtype, squared_norms, sum_of
-from eachgrad.gradient import Gradient
+from eachgrad.blocks import Dense, arithmetic
+from eachgrad.blocks.arithmetic import accumulation_dtype, real_dtype, squared_norms, sum_of
+from eachgrad.gradient import Gradient, total
+from eachgrad.kernels import many
 
 SMALL = 1 << 13  # numbers of a gradient that is not worth an op of its own
+TOGETHER = 1 << 26  # numbers of all gradients of one launch, about: 256 MiB of sums
 
 
-def key_of(gradient: Gradient) -> tuple[torch.device, torch.dtype] | None:
-    """What gradients in one pack have in common; None: this one goes by itself."""
-    block = gradient.checked()
-    if not isinstance(block, Dense) or gradient.has_norms or gradient.parameter.numel() > SMALL:
-        return None
-    value = block.value
-    if value.dtype.is_complex or value.requires_grad or gradient.parameter.dtype.is_complex:
-        return None
-    return value.device, value.dtype
+class Pack(Protocol):
+    gradients: list[Gradient]
+
+    def add(self, gradient: Gradient) -> None: ...
+
+    def squares(self) -> Tensor:
+        """(B,), in float32 or better."""
+        ...
+
+    def sums(self, c: Tensor, index: Tensor | None, wide: bool) -> dict[str, Tensor]:
+        """sum_i c[i] g[i] of each, or of the samples in `index` alone; see `Gradient.weighted_sum`."""
+        ...
 
 
 @dataclass
-class Pack:
+class Joined:
+    """Small gradients side by side."""
+
     gradients: list[Gradient] = field(default_factory=list)
     value: Tensor | None = None  # (B, n), when all are there
 
+    def add(self, gradient: Gradient) -> None:
+        self.gradients.append(gradient)
+
     def join(self) -> Tensor:
         if self.value is None:
-            blocks = [gradient.checked() for gradient in self.gradients]
-            parts = [block.dense() for block in blocks if block is not None]
+            parts = _values(self.gradients)
             self.value = torch.cat([part.reshape(len(part), -1) for part in parts], 1)
         return self.value
 
     def squares(self) -> Tensor:
-        """(B,), in float32 or better."""
         return squared_norms(self.join())
 
     def sums(self, c: Tensor, index: Tensor | None, wide: bool) -> dict[str, Tensor]:
-        """sum_i c[i] g[i] of each, or of the samples in `index` alone; see `Gradient.weighted_sum`."""
         value = self.join() if index is None else self.join()[index.to(self.join().device)]
         found = sum_of(c.to(value.device), value) if c.numel() else value.new_zeros(value.shape[1])
         parts = found.split([gradient.parameter.numel() for gradient in self.gradients])
-        answer = {}
-        for gradient, part in zip(self.gradients, parts, strict=True):
-            dtype = gradient.parameter.dtype
-            answer[gradient.name] = part.view(gradient.parameter.shape).to(accumulation_dtype(dtype) if wide else dtype)
+        return _in_dtype(self.gradients, list(parts), wide)
+
+
+# A question for norms alone must not hold large gradients. Asked beside a clipped sum, which does, it waits for the norms
+# of the sum's pack. Which pack that is: by the gradient's id, which no other has while the pack, and so the gradient, lives.
+_holders: WeakValueDictionary[int, Apart] = WeakValueDictionary()
+
+
+def holder(gradient: Gradient) -> Apart | None:
+    """The pack of large gradients that has this one."""
+    return _holders.get(id(gradient))
+
+
+@dataclass(eq=False)
+class Apart:
+    """Large gradients, each where it lies: one launch for the norms of all, and one for the sums."""
+
+    gradients: list[Gradient] = field(default_factory=list)
+    _found: Tensor | None = None
+
+    def add(self, gradient: Gradient) -> None:
+        self.gradients.append(gradient)
+        _holders[id(gradient)] = self
+
+    def squares(self) -> Tensor:
+        if self._found is None:
+            self._found = _squares(self.gradients)
+        return self._found
+
+    def squares_of(self, some: list[Gradient]) -> Tensor:
+        """The same of some of them alone; if they are all, computed once."""
+        return self.squares() if len(some) == len(self.gradients) else _squares(some)
+
+    def sums(self, c: Tensor, index: Tensor | None, wide: bool) -> dict[str, Tensor]:
+        if index is not None or c.requires_grad:
+            taken = [gradient if index is None else gradient.take(index) for gradient in self.gradients]
+            return {gradient.name: gradient.weighted_sum(c, wide) for gradient in taken}
+        answer: dict[str, Tensor] = {}
+        # A compiler frees the gradients of one launch before the next one's answers take their room.
+        for some in _in_turn(self.gradients):
+            values = _values(some)
+            found = many.weighted_of_many(c.to(values[0].device, torch.float32), values)
+            answer |= _in_dtype(some, found, wide)
         return answer
+
+
+Key = tuple[type[Joined] | type[Apart], torch.device, torch.dtype]
+
+
+def key_of(gradient: Gradient, held: bool = False) -> Key | None:
+    """What gradients in one pack have in common, its kind first; None: this one goes by itself.
+
+    `held`: it is kept until all have come, whether packed or not. Only then are large ones packed.
+    """
+    block = gradient.checked()
+    if not isinstance(block, Dense) or gradient.has_norms:
+        return None
+    value = block.value
+    if value.dtype.is_complex or value.requires_grad or gradient.parameter.dtype.is_complex:
+        return None
+    if gradient.parameter.numel() <= SMALL:
+        return Joined, value.device, value.dtype
+    if held and holder(gradient) is None and _is_large(gradient, value):
+        return Apart, value.device, value.dtype
+    return None
+
+
+def _is_large(gradient: Gradient, value: Tensor) -> bool:
+    """Whether the kernels take these gradients as they are."""
+    if not arithmetic.on_gpu(value) or value.dtype not in many.DTYPES or not len(value):
+        return False
+    # In one pack all norms have one dtype. Samples that do not lie in one piece would be copied, twice.
+    fits = real_dtype(gradient.parameter.dtype) == torch.float32 and value[0].is_contiguous()
+    return fits and value[0].numel() >= arithmetic.LARGE
+
+
+def _squares(gradients: list[Gradient]) -> Tensor:
+    # Another question may have found the norms of some since they were packed.
+    known = [gradient.squared_norms() for gradient in gradients if gradient.has_norms]
+    values = _values([gradient for gradient in gradients if not gradient.has_norms])
+    found = [many.squares_of_many(values)] if values else []
+    return total([*found, *known]) if known else found[0]
+
+
+def _in_turn(gradients: list[Gradient]) -> Iterator[list[Gradient]]:
+    """Some of them at a time, with TOGETHER numbers of a sample or a little more."""
+    some, numbers = [], 0
+    for gradient in gradients:
+        some.append(gradient)
+        numbers += gradient.parameter.numel()
+        if numbers >= TOGETHER:
+            yield some
+            some, numbers = [], 0
+    if some:
+        yield some
+
+
+def _values(gradients: list[Gradient]) -> list[Tensor]:
+    blocks = [gradient.checked() for gradient in gradients]
+    return [block.dense() for block in blocks if block is not None]
+
+
+def _in_dtype(gradients: list[Gradient], sums: list[Tensor], wide: bool) -> dict[str, Tensor]:
+    """{name: sum}, each in the shape and the dtype of its parameter, or in float32 or better."""
+    answer = {}
+    for gradient, value in zip(gradients, sums, strict=True):
+        dtype = gradient.parameter.dtype
+        answer[gradient.name] = value.view(gradient.parameter.shape).to(accumulation_dtype(dtype) if wide else dtype)
+    return answer

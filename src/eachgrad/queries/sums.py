@@ -13,7 +13,7 @@ from eachgrad import doubts, plan
 from eachgrad.blocks.base import Shared
 from eachgrad.gradient import Gradient, root, total
 from eachgrad.queries.base import Over, PerParameter, PerSample, Query, Running
-from eachgrad.queries.packing import Pack, key_of
+from eachgrad.queries.packing import Apart, Pack, holder, key_of
 from eachgrad.selection import check_clipping, clip_factors, grouped
 
 
@@ -29,6 +29,8 @@ class Norms(Query):
 
 
 class RunningNorms(PerSample):
+    reads = "norms"
+
     def __init__(self, over: Over, by: str | None):
         super().__init__(over)
         self.by = by
@@ -37,16 +39,25 @@ class RunningNorms(PerSample):
         super().begin(batch_size, costs)
         self.shared = Shared()
         self.packs: dict[Any, Pack] = {}
+        self.awaited: dict[Apart, list[Gradient]] = {}  # in packs of a clipped sum, which computes the norms
 
     def row(self, gradient: Gradient) -> Tensor:
         return gradient.squared_norms(self.shared)
 
     def add(self, gradient: Gradient) -> None:
-        key = key_of(gradient) if self.by is None else None
-        if key is None:
-            super().add(gradient)
+        pack, key = (holder(gradient), key_of(gradient)) if self.by is None else (None, None)
+        if pack is not None:
+            self.awaited.setdefault(pack, []).append(gradient)
+        elif key is not None:
+            self.packs.setdefault(key, key[0]()).add(gradient)
         else:
-            self.packs.setdefault(key, Pack()).gradients.append(gradient)
+            super().add(gradient)
+
+    def again(self) -> set[str]:
+        for pack, some in self.awaited.items():
+            self.gather("", pack.squares_of(some))
+        self.awaited = {}  # what they hold is free before anything runs again
+        return set()
 
     def end(self) -> None:
         for pack in self.packs.values():
@@ -165,9 +176,9 @@ class RunningClip(PerParameter):
             return
         name, group = gradient.name, self.owner[gradient.name]
         self.seen.add(name)
-        key = key_of(gradient) if self.how[name] != "again" else None
+        key = key_of(gradient, held=True) if self.how[name] != "again" else None
         if key is not None:
-            self.packs.setdefault((group, key), Pack()).gradients.append(gradient)
+            self.packs.setdefault((group, key), key[0]()).add(gradient)
             return
         self.squares[group].append(gradient.squared_norms(self.shared))
         if gradient.spread is not None:
