@@ -136,7 +136,7 @@ def eachgrad_eager(task: Task) -> Built:
 def eachgrad_compiled(task: Task, mode: str | None = None) -> Built:
     setup = task.setup
     # Each answer is used before the next call.
-    options = task.compiler(mode) | {"copies": False}
+    options = task.compiler(mode) | {"copies": False, "recompute": setup.recompute}
     ask = eachgrad.compile(setup.model, setup.losses, **options, **_queries(task.work))  # type: ignore[arg-type]
 
     def call() -> Found:

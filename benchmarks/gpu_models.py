@@ -25,6 +25,7 @@ class Setup:
     y: Tensor
     losses: Losses
     fullgraph: bool = True  # whether torch.compile takes the plain model in one graph
+    recompute: float = 0.1  # eachgrad.compile's option
 
 
 class Attention(nn.Module):
@@ -241,8 +242,9 @@ def _text(model: nn.Module, B: int, T: int, V: int, fullgraph: bool = True) -> S
     return Setup(model, torch.randint(V, (B, T)), torch.randint(V, (B, T)), token_losses, fullgraph)
 
 
-def _images(model: nn.Module, B: int, side: int, classes: int) -> Setup:
-    return Setup(model, torch.randn(B, 3, side, side), torch.randint(classes, (B,)), image_losses)
+def _images(model: nn.Module, B: int, side: int, classes: int, recompute: float = 0.1) -> Setup:
+    x, y = torch.randn(B, 3, side, side), torch.randint(classes, (B,))
+    return Setup(model, x, y, image_losses, recompute=recompute)
 
 
 def gpt2(tiny: bool) -> Setup:
@@ -270,13 +272,13 @@ def vit(tiny: bool) -> Setup:
 
 def resnet18(tiny: bool) -> Setup:
     width, depths, B, side = (8, [1, 1], 4, 8) if tiny else (64, [2, 2, 2, 2], 512, 32)
-    return _images(resnet([conv(3, width, 3, 1), nn.ReLU()], width, depths, 1, 10), B, side, 10)
+    return _images(resnet([conv(3, width, 3, 1), nn.ReLU()], width, depths, 1, 10), B, side, 10, recompute=1.0)
 
 
 def resnet50(tiny: bool) -> Setup:
     width, depths, B, side, classes = (8, [1, 1], 4, 16, 10) if tiny else (64, [3, 4, 6, 3], 64, 224, 1000)
     stem = [conv(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-    return _images(resnet(stem, width, depths, 4, classes), B, side, classes)
+    return _images(resnet(stem, width, depths, 4, classes), B, side, classes, recompute=1.0)
 
 
 def lstm(tiny: bool) -> Setup:

@@ -34,6 +34,7 @@ def compile(
     mode: str | None = None,
     pad_to: int | None = None,
     copies: bool = True,
+    recompute: float = 0.1,
     **queries: Query,
 ) -> Compiled:
     """A callable that answers `queries` about the samples of a batch: `ask(x, y).norms`.
@@ -47,8 +48,12 @@ def compile(
 
     `mode="reduce-overhead"` (and "max-autotune") replays a CUDA graph, whose answers are copied for you: the next replay
     overwrites them. `copies=False` spares the copy, for loops that are done with an answer before the next call.
+
+    `recompute` is the share of what the backward needs of the forward that may be computed again instead of kept, as far as
+    pointwise ops do: 1.0 takes the least memory, 0.0 the least time.
     """
-    return Compiled(model, loss_fn, queries, batch_dim, {"backend": backend, "mode": mode}, pad_to, copies)
+    options = {"backend": backend, "mode": mode}
+    return Compiled(model, loss_fn, queries, batch_dim, options, pad_to, copies, recompute)
 
 
 class Compiled:
@@ -56,15 +61,17 @@ class Compiled:
 
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Tensor], queries: dict[str, Query], batch_dim: int,
-        options: dict[str, Any], pad_to: int | None = None, copies: bool = True,
+        options: dict[str, Any], pad_to: int | None = None, copies: bool = True, recompute: float = 0.0,
     ):  # fmt: skip
         Accumulator(**queries)  # checks them
+        if not 0.0 <= recompute <= 1.0:
+            raise ValueError(f"recompute is a share, from 0.0 to 1.0, not {recompute}")
         if pad_to is not None:
             padding.check(queries, pad_to)
         if "losses" in queries:
             raise ValueError("losses is the name of the losses themselves: ask under another name")
         self.model, self.loss_fn, self.queries = model, loss_fn, queries
-        self.batch_dim, self.pad_to = batch_dim, pad_to
+        self.batch_dim, self.pad_to, self.recompute = batch_dim, pad_to, recompute
         self.replays = options.get("mode") in _WITHOUT_GRAPHS and torch.cuda.is_available()
         self.options = options | {"mode": _WITHOUT_GRAPHS.get(options.get("mode"), options.get("mode"))}
         self.lends = not self.replays or not copies

@@ -17,7 +17,7 @@ import torch
 CHUNK = 1 << 20
 
 # A GPU starts a kernel for each chunk, and fills only with many samples at a time: there it is this share of its memory.
-GPU_SHARE = 1 / 256
+GPU_SHARE = 1 / 512
 
 # A GPU's matrix products are several times as slow for sizes that are no multiple of this.
 ALIGNED = 8

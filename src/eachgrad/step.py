@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from eachgrad.functions import without_autocast
 from eachgrad.kernels.signals import Slot
 from eachgrad.laying import laid_out
+from eachgrad.recompute import recompute, turn_of
 from eachgrad.replay import Replay
 from eachgrad.tidy import changes, may_differ, merge, narrow, write_apart
 
@@ -53,10 +54,11 @@ class Step:
 
 def compiled(
     traced: GraphModule, held: dict[int, nn.Parameter], slots: list[Slot], options: dict[str, Any],
-    given: frozenset[int] | None,
+    given: frozenset[int] | None, share: float = 0.0,
 ) -> Step:  # fmt: skip
     """The step of a traced graph, for `torch.compile` with these options.
 
+    About this `share` of what the backward needs of the forward is computed again, where that is cheap, and not kept.
     `held` are the arguments that are parameters, by their places. Where `given` has the places of those that are the
     batch, it is a CUDA graph.
     """
@@ -69,6 +71,8 @@ def compiled(
         if not may_differ(traced.graph):
             traced.graph = fx_graph_cse(traced.graph)
         if takes_any_layout(options["backend"]):
+            # After equal nodes were made one, and before what is computed twice is laid out.
+            recompute(traced.graph, turn_of(traced.graph), share=share)
             traced.graph = laid_out(traced)
         traced.recompile()
     step: Any = torch.compile(_Traced(traced, held), fullgraph=True, dynamic=False, **options)

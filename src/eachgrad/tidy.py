@@ -145,11 +145,10 @@ def narrow(graph: Graph) -> int:
     found = 0
     for node in list(graph.nodes):
         if node.target is torch.ops.eachgrad.position_sums.default:
-            for k, given in enumerate(node.args):
-                source = _narrower(graph, given) if isinstance(given, Node) else None
-                if source is not None:
-                    node.update_arg(k, source)
-                    found += 1
+            values: Any = node.args[0]
+            sources = [_narrower(graph, value) for value in values]
+            node.args = ([value if source is None else source for value, source in zip(values, sources, strict=True)],)
+            found += len(sources) - sources.count(None)
     graph.eliminate_dead_code()
     return found
 

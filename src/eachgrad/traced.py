@@ -246,7 +246,8 @@ class Graph:
                 "the forward writes into a buffer or an input: where the eager code must answer instead, it would twice"
             )
         held = {k: a for k, (a, name) in enumerate(zip(args, self.names, strict=True)) if name is not None}
-        return compiled(traced, held, self.slots, self.owner.options, self.given if self.owner.replays else None)
+        given = self.given if self.owner.replays else None
+        return compiled(traced, held, self.slots, self.owner.options, given, self.owner.recompute)
 
     def _step(self, *args: Any) -> tuple[Tensor, ...]:
         """Forward, backward and answers, as they are traced: whether the answers can be trusted, losses, answers."""

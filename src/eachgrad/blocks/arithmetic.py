@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eachgrad import plan
+from eachgrad.kernels.many import squares_of_many
 from eachgrad.kernels.positions import DTYPES, position_sums
 from eachgrad.kernels.weighted import weighted
 
@@ -77,19 +78,15 @@ def sum_of(c: Tensor, value: Tensor) -> Tensor:
     return torch.tensordot(c.to(dtype), value.to(dtype), dims=1)
 
 
-def over_positions(g: Tensor, h: Tensor | None = None) -> Tensor:
-    """sum_t g[:, t] h[:, t] of (B, T, *shape), without h as if it were ones, in float32 or better: (B, *shape)."""
-    if g.shape[1] == 1:
-        only = g[:, 0].to(accumulation_dtype(g.dtype))  # no copy
-        return only if h is None else only * h[:, 0]
-    (B, T), given = g.shape[:2], (g,) if h is None else (g, h)
-    wide = g.numel() >= max(MANY, B * T * WIDE)
-    if on_gpu(g) and wide and all(t.dtype in DTYPES and not t.requires_grad for t in given):
-        return position_sums(*(t.reshape(B, T, -1) for t in given)).view(B, *g.shape[2:])
-    if h is None:
-        return g.sum(1, dtype=accumulation_dtype(g.dtype))
-    product = g * h
-    return product.sum(1, dtype=accumulation_dtype(product.dtype))
+def over_positions(*values: Tensor) -> tuple[Tensor, ...]:
+    """The sums over the second dimension of one or two (B, T, *shape), in float32 or better: (B, *shape) for each."""
+    (B, T), shape = values[0].shape[:2], values[0].shape[2:]
+    if T == 1:
+        return tuple(t[:, 0].to(accumulation_dtype(t.dtype)) for t in values)  # no copies
+    many = values[0].numel() >= max(MANY, B * T * WIDE)
+    if many and on_gpu(values[0]) and all(t.dtype in DTYPES and not t.requires_grad for t in values):
+        return tuple(t.view(B, *shape) for t in position_sums(*(t.reshape(B, T, -1) for t in values)))
+    return tuple(t.sum(1, dtype=accumulation_dtype(t.dtype)) for t in values)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -130,6 +127,8 @@ def squared_norms(value: Tensor) -> Tensor:
     """(B, *shape) -> (B,), accumulated in float32 or better."""
     flat, dtype = value.reshape(len(value), -1), accumulation_dtype(value.dtype)
     if on_gpu(value):  # which adds in a tree
+        if flat.shape[1] >= LARGE and value.dtype in DTYPES and not value.requires_grad:
+            return squares_of_many([value])
         return torch.linalg.vector_norm(flat, dim=1, dtype=dtype).square()
     runs = flat.shape[1] // RUN
     rest = torch.linalg.vector_norm(flat[:, runs * RUN :], dim=1, dtype=dtype).square()

@@ -188,8 +188,9 @@ _OPS = {
     "conv_sum": (plain_sum, launched_sum),
 }
 for _name, (_plain, _launched) in _OPS.items():
-    # With strides as they come: a compiler need not copy what the kernel may be about to copy, or to take as it is.
-    library.define(f"{_name}(Tensor x, Tensor g, {_WINDOW}) -> Tensor", tags=(torch.Tag.flexible_layout,))
+    # With strides as they are in the graph, where channels are last: a compiler that was free to choose wrote most maps with
+    # channels first, and the 22 copies here took 0.7 ms of ResNet-18's 14.3.
+    library.define(f"{_name}(Tensor x, Tensor g, {_WINDOW}) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
     library.impl(_name, _plain, "CPU")
     library.impl(_name, _launched, "CUDA")
 

@@ -8,6 +8,7 @@ takes less. The Triton code is apart, as triton is there only where a GPU is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -16,59 +17,76 @@ from torch.nn import functional as F
 
 from eachgrad.kernels.library import library
 
-# A program's tile, positions by numbers, and how many positions it has in all: some programs for every multiprocessor.
-ROWS, COLUMNS, RUN = 16, 128, 64
+# A program adds up `ROWS` positions of some numbers at a time: of COLUMNS, or of FEW where there would be too few programs
+# to keep the device busy. If there still are, each has a part of the positions.
+ROWS, COLUMNS, FEW = 64, 64, 32
+PROGRAMS = 384  # three for each multiprocessor of an H200
 WARPS = 4
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _check(g: Tensor, h: Tensor | None) -> None:
-    for t in (g,) if h is None else (g, h):
+def _check(values: Sequence[Tensor]) -> None:
+    for t in values:
         if t.dtype not in DTYPES:
             raise TypeError(f"position_sums takes {', '.join(map(str, DTYPES))}, not {t.dtype}")
-        if t.ndim != 3 or t.shape != g.shape:
-            raise ValueError(f"g {tuple(g.shape)} and h {tuple(t.shape)} must both be (B, T, n)")
+        if t.ndim != 3 or t.shape != values[0].shape:
+            raise ValueError(f"{tuple(values[0].shape)} and {tuple(t.shape)} must both be (B, T, n)")
+    if not 1 <= len(values) <= 2:
+        raise ValueError(f"position_sums takes one or two tensors, not {len(values)}")
 
 
-def _room(g: Tensor) -> Tensor:
-    B, T, n = g.shape
-    return g.new_empty((B, -(-T // RUN), n), dtype=torch.float32)
+def tiling(B: int, T: int, n: int) -> tuple[int, int]:
+    """How many numbers a program has, and among how many programs their positions are divided."""
+    columns = COLUMNS if B * -(-n // COLUMNS) >= PROGRAMS else FEW
+    parts = -(-PROGRAMS // max(1, B * -(-n // columns)))
+    return columns, max(1, min(parts, T // ROWS))
 
 
-def plain(g: Tensor, h: Tensor | None = None) -> Tensor:
+def _room(values: Sequence[Tensor]) -> Tensor:
+    """For the sums of each part of the positions of each tensor: (tensors, B, parts, n)."""
+    _check(values)
+    B, T, n = values[0].shape
+    return values[0].new_empty((len(values), B, tiling(B, T, n)[1], n), dtype=torch.float32)
+
+
+def plain(values: list[Tensor]) -> Tensor:
     """The same in torch's own ops."""
-    _check(g, h)
-    terms = g.to(torch.float32) if h is None else g.to(torch.float32) * h.to(torch.float32)
-    return F.pad(terms, (0, 0, 0, -g.shape[1] % RUN)).unflatten(1, (-1, RUN)).sum(2)
+    parts = _room(values).shape[2]
+    run = -(-values[0].shape[1] // parts)
+    terms = torch.stack([F.pad(t.to(torch.float32), (0, 0, 0, parts * run - t.shape[1])) for t in values])
+    return terms.unflatten(2, (parts, run)).sum(3)
 
 
-def launched(g: Tensor, h: Tensor | None = None) -> Tensor:
+def launched(values: list[Tensor]) -> Tensor:
     """The same by the kernel."""
     from eachgrad.kernels.triton_positions import position_sums_kernel
 
-    _check(g, h)
-    given = [t if t.stride(2) == 1 else t.contiguous() for t in (g, g if h is None else h)]
+    out = _room(values)
+    given = [t if t.stride(2) == 1 else t.contiguous() for t in (values[0], values[-1])]
     strides = [n for t in given for n in t.stride()[:2]]
-    (B, T, n), out = g.shape, _room(g)
+    B, T, n = values[0].shape
+    columns, parts = tiling(B, T, n)
     if out.numel():
         kernel = cast(Any, position_sums_kernel)
-        kernel[(-(-n // COLUMNS), out.shape[1], B)](
-            *given, out, T, n, *strides, TWO=h is not None, ROWS=ROWS, COLUMNS=COLUMNS, RUN=RUN, num_warps=WARPS
-        )
+        kernel[(-(-n // columns), parts, B)](
+            *given, out, T, -(-T // parts), n, *strides,
+            TWO=len(values) == 2, ROWS=ROWS, COLUMNS=columns, num_warps=WARPS,
+        )  # fmt: skip
     return out
 
 
 # The parts are added outside, where a compiler joins that with what comes next.
-library.define("position_sums(Tensor g, Tensor? h) -> Tensor", tags=(torch.Tag.flexible_layout,))
+library.define("position_sums(Tensor[] values) -> Tensor", tags=(torch.Tag.flexible_layout,))
 library.impl("position_sums", plain, "CPU")
 library.impl("position_sums", launched, "CUDA")
 
 
 @torch.library.register_fake("eachgrad::position_sums", lib=library)
-def _(g: Tensor, h: Tensor | None = None) -> Tensor:
-    return _room(g)
+def _(values: list[Tensor]) -> Tensor:
+    return _room(values)
 
 
-def position_sums(g: Tensor, h: Tensor | None = None) -> Tensor:
-    """sum_t g[:, t] h[:, t] of (B, T, n), without h as if it were ones, in float32: (B, n)."""
-    return torch.ops.eachgrad.position_sums(g, h).sum(1)
+def position_sums(*values: Tensor) -> tuple[Tensor, ...]:
+    """sum_t value[:, t] of one or two (B, T, n), in float32: (B, n) for each."""
+    found = torch.ops.eachgrad.position_sums(list(values))
+    return (found[:, :, 0] if found.shape[2] == 1 else found.sum(2)).unbind()

@@ -114,7 +114,7 @@ def _expand(g: Tensor, input: Tensor, *sizes: int, batch_dim: int) -> dict[str, 
     # What is left of the parameter's own shape once the sample dimension is out of the way.
     rest = [n for k, n in enumerate(input.shape) if k != own]
     extra = g.ndim - 1 - len(rest)
-    value = over_positions(g.flatten(1, extra)) if extra else g
+    (value,) = over_positions(g.flatten(1, extra)) if extra else (g,)
     value = value.sum_to_size(len(g), *rest)
     return {"input": Dense(value.reshape(len(g), *input.shape))}
 

@@ -38,7 +38,7 @@ def _linear(g: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None
     g, x = positions(g), positions(input.to(g.dtype)).conj()
     if weight.ndim == 1:  # one output, which has no dimension of its own
         raise NeedsLoop
-    return {"weight": Outer(g, x), "bias": Dense(over_positions(g))}
+    return {"weight": Outer(g, x), "bias": Dense(over_positions(g)[0])}
 
 
 if hasattr(F, "linear_cross_entropy"):  # not in every version of torch
@@ -65,7 +65,7 @@ def _bilinear(
 ) -> dict[str, Block]:
     g, x, y = positions(g), positions(input1.to(g.dtype)), positions(input2.to(g.dtype))
     weights = torch.einsum("btp,bti,btj->bpij", g, x.conj(), y.conj())
-    return {"weight": Dense(weights), "bias": Dense(over_positions(g))}
+    return {"weight": Dense(weights), "bias": Dense(over_positions(g)[0])}
 
 
 @rule(

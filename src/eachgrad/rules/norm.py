@@ -23,9 +23,9 @@ def _all_but_normalised(g: Tensor, arguments: Arguments) -> int:
     return g.ndim - len(arguments["normalized_shape"])
 
 
-def _over_positions(shape: Sequence[int], *values: Tensor) -> Dense:
-    """Sum (B, ..., *shape), or its product with another, over all between the sample and the parameter's dimensions."""
-    return Dense(over_positions(*(value.reshape(len(value), -1, *shape) for value in values)))
+def _over_positions(shape: Sequence[int], *values: Tensor) -> list[Dense]:
+    """Sum one or two (B, ..., *shape) over everything between the sample and the parameter's own dimensions."""
+    return [Dense(total) for total in over_positions(*(value.reshape(len(value), -1, *shape) for value in values))]
 
 
 def _over_channels(value: Tensor) -> Dense:
@@ -49,10 +49,8 @@ def _layer_norm(
         normal = (wide - mean) * scale
     else:
         normal = F.layer_norm(input, normalized_shape, None, None, eps)
-    return {
-        "weight": _over_positions(normalized_shape, g, normal),
-        "bias": _over_positions(normalized_shape, g),
-    }
+    of_bias, of_weight = _over_positions(normalized_shape, g, g * normal)
+    return {"weight": of_weight, "bias": of_bias}
 
 
 @rule(F.rms_norm, torch.rms_norm, lead=_all_but_normalised, values=False)
@@ -64,7 +62,7 @@ def _rms_norm(
     eps: float | None = None,
 ) -> dict[str, Block]:
     normal = F.rms_norm(input, normalized_shape, None, eps)
-    return {"weight": _over_positions(normalized_shape, g, normal)}
+    return {"weight": _over_positions(normalized_shape, g * normal)[0]}
 
 
 @rule(F.group_norm, torch.group_norm, values=False)

@@ -64,7 +64,7 @@ def gru_hidden(input: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor
 def _gru_hidden(g: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor) -> dict[str, Block]:
     H = input.shape[-1]
     g = positions(torch.cat([g[..., : 2 * H], g[..., 2 * H :] * reset.to(g.dtype)], -1))
-    return {"weight": Outer(g, positions(input.to(g.dtype))), "bias": Dense(over_positions(g))}
+    return {"weight": Outer(g, positions(input.to(g.dtype))), "bias": Dense(over_positions(g)[0])}
 
 
 @dataclass(frozen=True)
