@@ -63,12 +63,12 @@ def test_it_is_an_op():
 
 
 def test_programs_are_enough_and_no_more_than_that():
-    assert positions.tiling(16, 1024, 3072) == (64, 1)
-    assert positions.tiling(16, 1024, 768) == (32, 1)
-    assert positions.tiling(4, 2048, 2048) == (32, 2)
-    assert positions.tiling(1, 100, 10) == (32, 1)
-    assert positions.tiling(1, 10000, 10) == (32, 156)
-    assert positions.tiling(0, 0, 0) == (32, 1)
+    assert positions.tiling(16, 1024, 3072) == (64, 64, 4, 1)
+    assert positions.tiling(16, 1024, 768) == (128, 32, 8, 1)
+    assert positions.tiling(4, 2048, 2048) == (128, 32, 8, 2)
+    assert positions.tiling(1, 100, 10) == (128, 32, 8, 1)
+    assert positions.tiling(1, 10000, 10) == (128, 32, 8, 78)
+    assert positions.tiling(0, 0, 0) == (128, 32, 8, 1)
 
 
 def test_others_are_refused():

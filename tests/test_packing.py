@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import eachgrad
-from eachgrad.blocks import Dense, Outer, arithmetic
+from eachgrad.blocks import Dense, Outer, arithmetic, outer
 from eachgrad.gradient import Gradient
 from eachgrad.kernels import many
 from eachgrad.queries import packing
@@ -364,3 +364,81 @@ def test_large_gradients_of_a_model_are_packed(compiled, as_on_a_gpu, monkeypatc
     factors = (3.0 / norms).clamp(max=1.0)
     assert bool((factors < 0.9).any())
     assert_same(answer.grad, {name: torch.tensordot(factors, value, 1) for name, value in rows.items()}, 1e-5)
+
+
+@pytest.fixture
+def by_factors(monkeypatch):
+    """As on a GPU, where a kernel gives the norms of gradients by their factors, and sums are of rounded terms."""
+    monkeypatch.setattr(outer, "on_gpu", lambda t: True)
+    monkeypatch.setattr(outer, "rounding", lambda t: 2.0**-9)
+
+
+def factored(dtype: torch.dtype, cancel: bool = False, poisoned: bool = False) -> list[Gradient]:
+    """Gradients of four matrices over a few positions; the terms of sample 1 cancel, if that is asked for."""
+    torch.manual_seed(0)
+    found = []
+    for name, (T, p, d) in {"a.w": (3, 40, 50), "b.w": (3, 64, 16), "b.v": (5, 33, 47), "c.w": (2, 20, 20)}.items():
+        left, right = torch.randn(B, T, p), torch.randn(B, T, d)
+        if cancel:
+            left[1], right[1] = 0.0, right[1, :1]
+            left[1, 0], left[1, 1] = 1.0, -1.0 + 2.0**-6
+        if poisoned and name == "b.v":
+            right[3, 1, 2] = float("nan")
+        found.append(Gradient(name, torch.zeros(p, d), Outer(left.to(dtype), right.to(dtype)), B))
+    return found
+
+
+CROSSED = {
+    "flat": {"max_norm": 30.0},
+    "by groups": {"max_norm": {"a": 20.0, "b": 40.0}, "groups": PARTS},
+    "by parameter": {"max_norm": 20.0, "groups": "parameter"},
+    "normalised": {"max_norm": 30.0, "normalise": True},
+    "left out": {"max_norm": 30.0, "nonfinite": "zero"},
+}
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CROSSED)
+def test_norms_by_factors_are_added_up_at_once(name, dtype, cancel, by_factors, monkeypatch):
+    def ask():
+        gradients = factored(dtype, cancel, poisoned=name == "left out")
+        answer, ops = asked(gradients, grad=eachgrad.clipped_sum(**CROSSED[name]), norms=eachgrad.norms())
+        dense = torch.cat([g.block.dense().double().flatten(1) for g in gradients], 1)
+        return answer, ops, dense.norm(dim=1)
+
+    packed, ops, want = ask()
+    assert ops["joined"] == {"by groups": 2, "by parameter": 4}.get(name, 1)
+    assert ops["gram_norms"] == 4
+    # Sixteen bits multiplied exactly, but for sums of gradients in them: the truth itself is rounded.
+    torch.testing.assert_close(
+        packed.norms.double(), want, rtol=2e-3 if dtype == torch.bfloat16 else 3e-4, atol=0, equal_nan=True
+    )
+    monkeypatch.setattr(packing, "_crossed", lambda gradient, block: None)
+    alone, ops, _ = ask()
+    assert ops["joined"] == 0
+    torch.testing.assert_close(packed.norms, alone.norms, rtol=1e-5, atol=0, equal_nan=True)
+    assert_same(packed.grad, alone.grad, 1e-5)
+
+
+def test_some_norms_by_factors(by_factors):
+    queries = {"grad": eachgrad.clipped_sum(30.0), "some": eachgrad.norms().select("b*")}
+    gradients = factored(torch.bfloat16)
+    answer, _ = asked(gradients, **queries)
+    want = torch.cat([g.block.dense().double().flatten(1) for g in gradients[1:3]], 1).norm(dim=1)
+    torch.testing.assert_close(answer.some.double(), want, rtol=2e-3, atol=0)
+
+
+def test_factors_are_free_when_their_sum_is_there(by_factors):
+    """Neither the pack nor the question holds what it has summed."""
+    gradients = factored(torch.bfloat16)
+    pack = packing.Crossed()
+    seen = [weakref.ref(g.block.left) for g in gradients]
+    for gradient in gradients:
+        pack.add(gradient)
+    del gradient
+    gradients.clear()
+    pack.squares()
+    assert all(ref() is not None for ref in seen)
+    pack.sums(torch.ones(B), None, wide=False)
+    assert all(ref() is None for ref in seen)

@@ -17,7 +17,7 @@ from eachgrad.recompute import Limits, kept, recompute, turn_of
 from eachgrad.tidy import merge
 
 aten = torch.ops.aten
-ALL = Limits(large=0)
+ALL = Limits(large=0, fused=False)
 B, D = 16, 32
 
 
@@ -110,6 +110,23 @@ def test_gated():
     assert sizes(found) == {aten.mm.default: 3 * size, aten.silu.default: size, aten.mul.Tensor: size}
     assert check(found, make) == 2 * size
     assert sizes(found) == {aten.mm.default: 3 * size}
+
+
+def test_what_is_fused_is_not_kept_and_not_counted():
+    """A SiLU that products of elements alone read, and logits in float32, are never written."""
+    make, size = matrices(4), 8 * B * D
+    found = traced(stepped(gated), *make())
+    assert check(found, make, Limits(large=0)) == size  # of the factor of a product alone
+    again = [node.target for node in found.graph.nodes if node > turn_of(found.graph)]
+    assert again.count(aten.silu.default) == 1  # computed again for it
+
+    def losses(x: Tensor, w: Tensor) -> Tensor:
+        return -(x @ w).float().log_softmax(1)[:, 0]
+
+    make = matrices(2, torch.bfloat16)
+    found = traced(stepped(losses), *make())
+    assert aten._to_copy.default in [node.target for node in found.graph.nodes]
+    assert check(found, make, Limits(large=0)) == 0
 
 
 def layer(x, w, b, v):
@@ -212,7 +229,7 @@ def test_numbers_that_were_drawn_are_kept():
     turn, args = turn_of(found.graph), make()
     torch.manual_seed(1)
     want = found(*args)
-    assert recompute(found.graph, turn, Limits(large=0, reads=4)) > 0
+    assert recompute(found.graph, turn, Limits(large=0, reads=4, fused=False)) > 0
     found.recompile()
     assert draws(found.graph) == drawing
     torch.manual_seed(1)
@@ -289,7 +306,7 @@ def test_depth():
     crossing = []
     for depth in (0, 2, 4, 100):
         found = traced(stepped(chain), *make())
-        check(found, make, Limits(large=0, depth=depth, reads=100))
+        check(found, make, Limits(large=0, depth=depth, reads=100, fused=False))
         crossing.append(sum(sizes(found).values()) // size)
     # The last is read by a power that waits for nothing: it would be computed at once.
     assert crossing[0] > crossing[1] > crossing[2] > crossing[3] == 1
@@ -297,8 +314,8 @@ def test_depth():
 
 def test_large():
     make, size = matrices(3), 8 * B * D
-    assert check(traced(stepped(mlp), *make()), make, Limits(large=size + 1)) == 0
-    assert check(traced(stepped(mlp), *make()), make, Limits(large=size)) == size
+    assert check(traced(stepped(mlp), *make()), make, Limits(large=size + 1, fused=False)) == 0
+    assert check(traced(stepped(mlp), *make()), make, Limits(large=size, fused=False)) == size
 
 
 def test_what_would_have_to_be_kept_instead_is_not_worth_it():
@@ -318,7 +335,7 @@ def test_less_than_half_is_not_worth_it():
         return torch.zeros(()), losses, back.double().t() @ product
 
     make = matrices(2, torch.float32)
-    assert check(traced(run, *make()), make, Limits(large=0, reads=100)) == 0
+    assert check(traced(run, *make()), make, Limits(large=0, reads=100, fused=False)) == 0
 
 
 def test_what_would_lie_in_another_way_is_kept():
@@ -353,8 +370,8 @@ def test_reads():
 
     make, size = matrices(3), 8 * B * D
     few, many = (traced(stepped(losses), *make()) for _ in range(2))
-    check(few, make, Limits(large=0, reads=2.5))
-    check(many, make, Limits(large=0, reads=4))
+    check(few, make, Limits(large=0, reads=2.5, fused=False))
+    check(many, make, Limits(large=0, reads=4, fused=False))
     assert sum(sizes(few).values()) > sum(sizes(many).values()) == 5 * size
 
 

@@ -33,10 +33,14 @@ class Limits:
     large: int = 1 << 20  # no tensor of fewer bytes
     depth: int = 12  # none of more ops: a residual stream is not, from its first layer on
     reads: float = 2.5  # nor where more bytes are read for each that is not kept
+    fused: bool = True  # whether a compiler fuses pointwise ops, and keeps nothing that these alone read
 
 
 DEFAULT = Limits()
 SMALL = 8  # what is this many times smaller than a tensor computed from it may stay longer for that: statistics
+
+# Ops that a compiler leaves to a library.
+SOLID = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward, aten.sort}
 
 _RESHAPED = {aten.view.default, aten._unsafe_view.default}
 
@@ -57,9 +61,9 @@ def recompute(graph: Graph, turn: Node, limits: Limits = DEFAULT, share: float =
         return 0
     name_statistics(graph)
     tensors, before = _Tensors.of(graph, turn, limits), sum(kept(graph, turn).values())
-    waiting = [m for m in tensors.members if tensors.crosses(m) and bytes_of(m) >= limits.large]
+    waiting = [m for m in tensors.members if tensors.is_kept(m) and bytes_of(m) >= limits.large]
     waiting.sort(key=tensors.price)  # stable: in the order of the graph, where they are equal
-    progress, left = True, share * before
+    progress, left = True, share * sum(bytes_of(m) for m in tensors.members if tensors.is_kept(m))
     while progress:  # what was kept for another may be free now
         progress = False
         for m in list(waiting):
@@ -118,6 +122,12 @@ class _Tensors:
         """Who reads this memory after the turn, also by views that are made there."""
         return [user for node in self.members[m] for user in node.users if user > self.turn]
 
+    def is_kept(self, m: Node) -> bool:
+        """Whether it crosses where ops are fused, too: a tensor that pointwise ops and sums read alone is never written."""
+        if not self.crosses(m):
+            return False
+        return not self.limits.fused or inputs_of(m, self.memory) is None or any(map(_is_solid, self.users(m)))
+
     def cone(self, wanted: Iterable[Node], m: Node) -> tuple[list[Node], list[Node]] | None:
         """What has to be computed again for these views of m, and from which nodes; None if it is not cheap."""
         cone, leaves, stack = set[Node](), dict[Node, None](), list(wanted)
@@ -128,7 +138,7 @@ class _Tensors:
             origin, inputs = self.memory[node], inputs_of(node, self.memory)
             if inputs is None and (origin is m or not isinstance(node.meta.get("val"), Tensor)):
                 return None
-            if inputs is None or (origin is not m and (origin.op in GIVEN or self.crosses(origin))):
+            if inputs is None or (origin is not m and (origin.op in GIVEN or self.is_kept(origin))):
                 leaves[node] = None
             else:
                 cone.add(node)
@@ -247,6 +257,14 @@ class _Copies:
         self.tensors.memory[node] = node
         self.new.append(node)
         return node
+
+
+def _is_solid(node: Node) -> bool:
+    """Whether an op reads tensors from memory: a kernel of its own."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.namespace != "aten" or target.overloadpacket in SOLID or "scaled_dot_product" in target._opname
 
 
 def _lies_alike(node: Node, copy: Node) -> bool:

@@ -21,7 +21,7 @@ from eachgrad.blocks.arithmetic import (
     squared_norms,
 )
 from eachgrad.blocks.base import Block, Fold, Shared, recomputed
-from eachgrad.kernels.gram import gram_norms
+from eachgrad.kernels.gram import gram_norms, gram_parts
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,22 @@ class Outer(Block):
             # Sums in float32 of so many positions are of gradients that are kept, and then have their own norms.
             return self._direct(), bound_of(left, right, 2) * unit**2 if unit > FLOAT32_ROUNDING else None
         total, bound = self._gram(shared or Shared())
-        exact = recomputed(total, bound, lambda index: self.take(index)._direct())
-        return exact, bound * unit**2 if unit else None
+        return recomputed(total, bound, self.exact), bound * unit**2 if unit else None
+
+    def exact(self, index: Tensor) -> Tensor:
+        """The squared norms of the samples in `index`, by their gradients."""
+        return self.take(index)._direct()
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether a kernel gives the norms, as `parts`."""
+        given = self.left, self.right
+        narrow = all(t.dtype == self.left.dtype and t.dtype.itemsize == 2 and not t.requires_grad for t in given)
+        return narrow and on_gpu(self.left) and self._route == "Gram"
+
+    def parts(self) -> tuple[Tensor, float]:
+        """(2, B, n), whose sums over n are squared norms and the sizes of their terms; and a sum's `rounding`."""
+        return gram_parts(self.left, self.right), rounding(self.left)
 
     @property
     def _route(self) -> str:

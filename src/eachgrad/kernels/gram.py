@@ -143,10 +143,15 @@ def _(left: Tensor, right: Tensor) -> Tensor:
     return left.new_empty((2, left.shape[0], side * (side + 1) // 2), dtype=torch.float32)
 
 
+def gram_parts(left: Tensor, right: Tensor) -> Tensor:
+    """What each tile adds to `gram_norms`: (2, B, tiles)."""
+    return torch.ops.eachgrad.gram_norms(left, right)
+
+
 def gram_norms(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """|left[b]^T right[b]|^2 of (B, T, p) and (B, T, d), and the sizes of the terms that it is a sum of: (B,), (B,).
 
     That is sum_ij S_ij R_ij and sum_ij |S_ij R_ij|, S and R being the Grams of the rows, all in float32.
     """
-    total, bound = torch.ops.eachgrad.gram_norms(left, right).sum(2).unbind()
+    total, bound = gram_parts(left, right).sum(2).unbind()
     return total, bound

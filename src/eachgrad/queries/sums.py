@@ -13,7 +13,7 @@ from eachgrad import doubts, plan
 from eachgrad.blocks.base import Shared
 from eachgrad.gradient import Gradient, root, total
 from eachgrad.queries.base import Over, PerParameter, PerSample, Query, Running
-from eachgrad.queries.packing import Apart, Pack, holder, key_of
+from eachgrad.queries.packing import Held, Pack, holder, key_of
 from eachgrad.selection import check_clipping, clip_factors, grouped
 
 
@@ -39,7 +39,7 @@ class RunningNorms(PerSample):
         super().begin(batch_size, costs)
         self.shared = Shared()
         self.packs: dict[Any, Pack] = {}
-        self.awaited: dict[Apart, list[Gradient]] = {}  # in packs of a clipped sum, which computes the norms
+        self.awaited: dict[Held, list[Gradient]] = {}  # in packs of a clipped sum, which computes the norms
 
     def row(self, gradient: Gradient) -> Tensor:
         return gradient.squared_norms(self.shared)
@@ -189,6 +189,8 @@ class RunningClip(PerParameter):
     def again(self) -> set[str]:
         for (group, _), pack in self.packs.items():
             self.squares[group].append(pack.squares())
+            if (spread := pack.spread()) is not None:
+                self.spreads[group].append(spread)
         factors, index = self._factors({group: self._norms(group) for group in self.members})
         settled = doubts.settle(list(factors.values()))
         self.factors, self.shared = (dict(zip(factors, settled, strict=True)), index), Shared()
