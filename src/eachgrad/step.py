@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from eachgrad.chains import spread
 from eachgrad.functions import without_autocast
 from eachgrad.kernels.signals import Slot
 from eachgrad.laying import laid_out
@@ -68,6 +69,7 @@ def compiled(
     if not any(map(changes, traced.graph.nodes)):  # two buffers that are written to are not one
         merge(traced.graph)
         narrow(traced.graph)
+        spread(traced.graph)
         if not may_differ(traced.graph):
             traced.graph = fx_graph_cse(traced.graph)
         if takes_any_layout(options["backend"]):

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
+from eachgrad.kernels import norm_sums, positions  # noqa: F401  (their ops)
+
 aten = torch.ops.aten
 
 
@@ -144,16 +146,21 @@ def narrow(graph: Graph) -> int:
     """
     found = 0
     for node in list(graph.nodes):
-        if node.target is torch.ops.eachgrad.position_sums.default:
-            values: Any = node.args[0]
-            sources = [_narrower(graph, value) for value in values]
-            node.args = ([value if source is None else source for value, source in zip(values, sources, strict=True)],)
-            found += len(sources) - sources.count(None)
+        if node.target in _ADDING:
+            given = [a for a in node.all_input_nodes if a.meta["val"].ndim == 3 and a.meta["val"].shape[2] > 1]
+            for a in given:
+                source = narrower(graph, a)
+                if source is not None:
+                    node.replace_input_with(a, source)
+                    found += 1
     graph.eliminate_dead_code()
     return found
 
 
-def _narrower(graph: Graph, node: Node) -> Node | None:
+_ADDING = {torch.ops.eachgrad.position_sums.default, torch.ops.eachgrad.norm_sums.default}
+
+
+def narrower(graph: Graph, node: Node) -> Node | None:
     """The same numbers in sixteen bits, if the node is a view of such a tensor made float32."""
     if node.target is aten._to_copy.default:
         source: Any = node.args[0]
@@ -163,7 +170,7 @@ def _narrower(graph: Graph, node: Node) -> Node | None:
     viewed = _viewed(node)
     if viewed is None or viewed is not node.args[0]:
         return None
-    source = _narrower(graph, viewed)
+    source = narrower(graph, viewed)
     if source is None:
         return None
     with graph.inserting_after(node):

@@ -78,13 +78,19 @@ def sum_of(c: Tensor, value: Tensor) -> Tensor:
     return torch.tensordot(c.to(dtype), value.to(dtype), dims=1)
 
 
+def are_many(*values: Tensor) -> bool:
+    """Whether a kernel of its own is worth it for a sum over the second dimension of these (B, T, ...)."""
+    B, T = values[0].shape[:2]
+    many = T > 1 and values[0].numel() >= max(MANY, B * T * WIDE) and on_gpu(values[0])
+    return many and all(t.dtype in DTYPES and not t.requires_grad for t in values)
+
+
 def over_positions(*values: Tensor) -> tuple[Tensor, ...]:
     """The sums over the second dimension of one or two (B, T, *shape), in float32 or better: (B, *shape) for each."""
     (B, T), shape = values[0].shape[:2], values[0].shape[2:]
     if T == 1:
         return tuple(t[:, 0].to(accumulation_dtype(t.dtype)) for t in values)  # no copies
-    many = values[0].numel() >= max(MANY, B * T * WIDE)
-    if many and on_gpu(values[0]) and all(t.dtype in DTYPES and not t.requires_grad for t in values):
+    if are_many(*values):
         return tuple(t.view(B, *shape) for t in position_sums(*(t.reshape(B, T, -1) for t in values)))
     return tuple(t.sum(1, dtype=accumulation_dtype(t.dtype)) for t in values)
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eachgrad.blocks import Block, Dense
-from eachgrad.blocks.arithmetic import on_gpu, over_positions
+from eachgrad.blocks.arithmetic import are_many, on_gpu, over_positions
+from eachgrad.kernels.norm_sums import norm_sums
 from eachgrad.rules.registry import Arguments, composite, rule
 
 
@@ -26,6 +27,18 @@ def _all_but_normalised(g: Tensor, arguments: Arguments) -> int:
 def _over_positions(shape: Sequence[int], *values: Tensor) -> list[Dense]:
     """Sum one or two (B, ..., *shape) over everything between the sample and the parameter's own dimensions."""
     return [Dense(total) for total in over_positions(*(value.reshape(len(value), -1, *shape) for value in values))]
+
+
+def _sums(shape: Sequence[int], g: Tensor, x: Tensor, mean: Tensor | None, scale: Tensor) -> tuple[Dense, Dense] | None:
+    """What the bias and the weight of a norm of x get, by a kernel; None where that is not worth it."""
+    B, n = len(g), math.prod(shape)
+    g, x = g.reshape(B, -1, n), x.reshape(B, -1, n)
+    if not are_many(g, x):
+        return None
+    scale = scale.reshape(B, -1, 1).to(torch.float32)
+    mean = None if mean is None else mean.reshape(B, -1, 1).to(torch.float32)
+    of_bias, of_weight = (Dense(total.view(B, *shape)) for total in norm_sums(g, x, mean, scale))
+    return of_bias, of_weight
 
 
 def _over_channels(value: Tensor) -> Dense:
@@ -46,6 +59,9 @@ def _layer_norm(
     if is_fused(g, input):
         wide = input.to(torch.promote_types(input.dtype, g.dtype))
         _, mean, scale = torch.native_layer_norm(wide, normalized_shape, weight, bias, eps)
+        found = _sums(normalized_shape, g, wide, mean, scale)
+        if found is not None:
+            return {"weight": found[1], "bias": found[0]}
         normal = (wide - mean) * scale
     else:
         normal = F.layer_norm(input, normalized_shape, None, None, eps)
@@ -61,6 +77,12 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> dict[str, Block]:
+    if is_fused(g, input) and eps is not None:
+        own = weight if weight is not None and weight.dtype == input.dtype else None
+        _, scale = torch.ops.aten._fused_rms_norm(input, list(normalized_shape), own, eps)
+        found = _sums(normalized_shape, g, input, None, scale)
+        if found is not None:
+            return {"weight": found[1]}
     normal = F.rms_norm(input, normalized_shape, None, eps)
     return {"weight": _over_positions(normalized_shape, g * normal)[0]}
 
