@@ -51,6 +51,7 @@ def losses(model, x, y):
 
 def clipped(monkeypatch, small: int, poisoned: bool = False, **options):
     monkeypatch.setattr(packing, "SMALL", small)
+    monkeypatch.setattr(packing, "FEW", 1)
     model, x, y = problem()
     with eachgrad.record(model) as tape:
         found = losses(model, x, y)
@@ -131,6 +132,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(arithmetic, "on_gpu", lambda t: True)
     monkeypatch.setattr(arithmetic, "LARGE", 60)
     monkeypatch.setattr(packing, "SMALL", 8)
+    monkeypatch.setattr(packing, "FEW", 1)
 
 
 def many_gradients(dtype: torch.dtype, parameter: torch.dtype | None = None, poisoned: bool = False) -> list[Gradient]:
@@ -442,3 +444,18 @@ def test_factors_are_free_when_their_sum_is_there(by_factors):
     assert all(ref() is not None for ref in seen)
     pack.sums(torch.ones(B), None, wide=False)
     assert all(ref() is None for ref in seen)
+
+
+@pytest.mark.parametrize("count", [3, 8])
+def test_few_small_gradients_are_not_copied(count):
+    torch.manual_seed(0)
+    values = [torch.randn(B, 4 + k) for k in range(count)]
+    pack = packing.Joined()
+    for k, value in enumerate(values):
+        pack.add(Gradient(str(k), torch.zeros(value.shape[1]), Dense(value), B))
+    squares = torch.cat(values, 1).double().square().sum(1)
+    torch.testing.assert_close(pack.squares().double(), squares, rtol=1e-6, atol=0)
+    c = torch.rand(B)
+    want = {str(k): c.double() @ value.double() for k, value in enumerate(values)}
+    assert_same(pack.sums(c, None, wide=False), want, 2e-6)
+    assert (pack.value is None) == (count < packing.FEW)
