@@ -56,6 +56,26 @@ def test_torchs_own_ops(size, dtypes):
         check(values, position_sums(*(laid(kind, t) for t in values)))
 
 
+def test_more_samples_than_a_grid_has_rows():
+    """Programs are counted in the first dimension of a grid alone, which has room for two billion."""
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **options: None
+
+    from eachgrad.kernels import norm_sums, triton_norm_sums, triton_positions
+
+    g = torch.zeros(1, 2, 32).expand(70000, 2, 32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_positions, "position_sums_kernel", Kernel())
+        patch.setattr(triton_norm_sums, "norm_sums_kernel", Kernel())
+        positions.launched([g])
+        norm_sums.launched(g, [g], None, torch.ones(1, 1, 1).expand(70000, 2, 1))
+    assert grids == [(70000,), (70000,)]
+
+
 def test_it_is_an_op():
     g, h = problem((2, 65, 5), (torch.bfloat16, torch.float32))
     for values in ([g], [g, h], [h, g.mT.contiguous().mT]):

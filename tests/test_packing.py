@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import threading
 import weakref
 from collections import Counter
 
@@ -301,7 +303,6 @@ def test_norms_alone_hold_no_large_gradient(as_on_a_gpu):
         assert len(alive) == 4
         assert most == [held]
         assert not any(ref() is not None for ref in alive)
-        assert not packing._holders
 
 
 def test_what_is_not_packed(as_on_a_gpu, monkeypatch):
@@ -309,7 +310,7 @@ def test_what_is_not_packed(as_on_a_gpu, monkeypatch):
 
     def key(value, parameter=None):
         parameter = torch.zeros(value.shape[1:], dtype=value.dtype) if parameter is None else parameter
-        return packing.key_of(Gradient("w", parameter, Dense(value), len(value)), held=True)
+        return packing.key_of(Gradient("w", parameter, Dense(value), len(value)), holders=packing.Holders())
 
     value = torch.randn(B, 8, 9)
     assert key(value) == (packing.Apart, value.device, value.dtype)
@@ -324,7 +325,7 @@ def test_what_is_not_packed(as_on_a_gpu, monkeypatch):
         assert key(other) is None
     assert key(value, torch.zeros(8, 9, dtype=torch.float64)) is None
     assert packing.key_of(Gradient("w", value[0], Dense(value), B)) is None  # not held
-    assert packing.key_of(Gradient("w", value[0], Outer(value, value), B), held=True) is None
+    assert packing.key_of(Gradient("w", value[0], Outer(value, value), B), holders=packing.Holders()) is None
     monkeypatch.setattr(arithmetic, "on_gpu", lambda t: False)
     assert key(value) is None
 
@@ -459,3 +460,51 @@ def test_few_small_gradients_are_not_copied(count):
     want = {str(k): c.double() @ value.double() for k, value in enumerate(values)}
     assert_same(pack.sums(c, None, wide=False), want, 2e-6)
     assert (pack.value is None) == (count < packing.FEW)
+
+
+def test_a_pack_is_found_by_the_gradients_that_it_has_and_no_others():
+    """Where one has been freed, another comes to lie; and questions that are asked elsewhere have packs of their own."""
+    holders, pack = packing.Holders(), packing.Crossed()
+    for _ in range(200):
+        gradient = factored(torch.bfloat16)[0]
+        assert holders.of(gradient) is None
+        holders.note(gradient, pack)
+        assert holders.of(gradient) is pack
+        assert packing.Holders().of(gradient) is None
+
+
+def test_what_was_measured_before_all_had_come_is_measured_again(as_on_a_gpu):
+    gradients = [g for g in many_gradients(torch.float32) if g.parameter.numel() > 8]
+    pack = packing.Apart()
+    for gradient in gradients[:2]:
+        pack.add(gradient)
+    pack.squares()
+    for gradient in gradients[2:]:
+        pack.add(gradient)
+    want = torch.cat([g.block.value.double().reshape(B, -1) for g in gradients], 1).square().sum(1)
+    torch.testing.assert_close(pack.squares().double(), want, rtol=1e-6, atol=0)
+
+
+def test_threads_do_not_see_each_others_packs(by_factors):
+    """One thread sums, another asks for norms alone: both have their own numbers, every time."""
+    gradients = factored(torch.bfloat16)
+    want = torch.cat([g.block.dense().double().flatten(1) for g in gradients], 1).norm(dim=1)
+    stop, found = threading.Event(), []
+
+    def summing():
+        while not stop.is_set():
+            other = [
+                dataclasses.replace(g, block=Outer(30 * g.block.left, g.block.right)) for g in factored(torch.bfloat16)
+            ]
+            asked(other, grad=eachgrad.clipped_sum(30.0))
+
+    thread = threading.Thread(target=summing)
+    thread.start()
+    try:
+        for _ in range(100):
+            found.append(asked([dataclasses.replace(g) for g in gradients], norms=eachgrad.norms())[0].norms)
+    finally:
+        stop.set()
+        thread.join()
+    for norms in found:
+        torch.testing.assert_close(norms.double(), want, rtol=2e-3, atol=0)

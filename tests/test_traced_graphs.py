@@ -84,6 +84,38 @@ def test_what_is_written_for_one_reader_is_made_for_it():
     assert torch.equal(given, x.sin())
 
 
+def test_ops_of_the_same_name_are_not_the_same(monkeypatch):
+    """A user's op that writes, and torch's own whose arguments are others out of place."""
+    library = torch.library.Library("eachgrad_tests_tidy", "FRAGMENT")
+    library.define("round_(Tensor(a!) x) -> Tensor(a!)")
+    library.impl("round_", lambda x: x.mul_(3.0), "CompositeExplicitAutograd")
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        return torch.ops.eachgrad_tests_tidy.round_(x * 1.5), (x * 2).pow_(2), (x * 3).pow_(x), (x * 4).add_(1)
+
+    x = torch.rand(3, 3, dtype=torch.float64)
+    traced = make_fx(run, tracing_mode="fake")(x)
+    write_apart(traced.graph)
+    traced.recompile()
+    for got, want in zip(traced(x), run(x), strict=True):
+        assert torch.equal(got, want)
+    left = {node.target for node in traced.graph.nodes if changes(node)}
+    assert left == {torch.ops.eachgrad_tests_tidy.round_.default, aten.pow_.Scalar, aten.pow_.Tensor}
+
+
+def test_other_numbers_in_the_same_memory_are_not_read():
+    def run(x: Tensor) -> Tensor:
+        wide = torch.view_as_complex(x.float().view(2, 3, 2, 2))
+        bits = x.float().view(torch.int32).view(torch.float32)
+        return SUMS([torch.view_as_real(wide).reshape(2, 3, 4)]) + SUMS([bits])
+
+    x = torch.randn(2, 3, 4).bfloat16()
+    traced = make_fx(run, tracing_mode="fake")(x)
+    assert narrow(traced.graph) == 0
+    traced.recompile()
+    assert torch.equal(traced(x), run(x))
+
+
 def sums_over_positions(x: Tensor, h: Tensor) -> tuple[Tensor, ...]:
     wide = x.float()
     op = torch.ops.eachgrad.position_sums

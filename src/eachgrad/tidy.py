@@ -57,14 +57,19 @@ def _out_of_place(node: Node, seen: Counter[int]) -> tuple[Any, Tensor] | None:
     # A view, or one of several parts, has its memory from a node before.
     if _written(node) != [given] or [seen[place] for place in _memory(given)] != [1]:
         return None
-    name = target._opname.removesuffix("_")
-    other = getattr(getattr(aten, name, None), target._overloadname, None)
-    if other is None or changes_by(other):
+    other = getattr(getattr(aten, target._opname.removesuffix("_"), None), target._overloadname, None)
+    # A user's op is not torch's of that name, and neither are some of torch's own: pow_ of a number is pow by one.
+    if target.namespace != "aten" or other is None or changes_by(other) or _given(other) != _given(target):
         return None
     args, kwargs = tree_map(lambda a: a.meta["val"] if isinstance(a, Node) else a, (node.args, node.kwargs))
     made, before = other(*args, **kwargs), node.meta["val"]
     same = made.shape == before.shape and made.dtype == before.dtype and made.stride() == before.stride()
     return (other, made) if same else None
+
+
+def _given(target: Any) -> list[tuple[str, str]]:
+    """The arguments of an op: their names and kinds."""
+    return [(argument.name, str(argument.type)) for argument in target._schema.arguments]
 
 
 def origins(graph: Graph) -> dict[Node, Node]:
@@ -168,8 +173,8 @@ def narrower(graph: Graph, node: Node) -> Node | None:
         widened = before.dtype in (torch.bfloat16, torch.float16) and after.dtype == torch.float32
         return source if widened and before.device == after.device else None
     viewed = _viewed(node)
-    if viewed is None or viewed is not node.args[0]:
-        return None
+    if viewed is None or viewed is not node.args[0] or viewed.meta["val"].dtype != node.meta["val"].dtype:
+        return None  # no view of the same numbers
     source = narrower(graph, viewed)
     if source is None:
         return None

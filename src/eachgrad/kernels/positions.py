@@ -77,8 +77,8 @@ def launched(values: list[Tensor]) -> Tensor:
     rows, columns, warps, parts = tiling(B, T, n)
     if out.numel():
         kernel = cast(Any, position_sums_kernel)
-        kernel[(-(-n // columns), parts, B)](
-            *given, out, T, -(-T // parts), n, *strides,
+        kernel[(-(-n // columns) * parts * B,)](  # of other dimensions a grid has 65,535 at most
+            *given, out, T, -(-T // parts), n, parts, *strides,
             TWO=len(values) == 2, ROWS=rows, COLUMNS=columns, num_warps=warps,
         )  # fmt: skip
     return out

@@ -6,18 +6,20 @@
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
+from eachgrad.kernels.triton_positions import tile
+
 
 @triton.jit
 def norm_sums_kernel(
-    g, terms, mean, scale, out, T, run, n, g_sample, g_row, strides,
+    g, terms, mean, scale, out, T, run, n, parts, g_sample, g_row, strides,
     CENTRED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sums over `run` positions, for COLUMNS numbers: out[0] of g, out[1] of g times the normalised sum of the terms.
 
     out is (2, B, parts, n); strides are those of samples and of positions, term by term.
     """
-    part, sample = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    block, part, sample = tile(parts, n, COLUMNS)
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < n
     first = part * run
     last = tl.minimum(first + run, T)
@@ -38,7 +40,7 @@ def norm_sums_kernel(
         given = tl.load(g + (sample * g_sample + at * g_row + column[None, :]), mask=mask, other=0.0)
         of_bias += given.to(tl.float32)
         of_weight += given.to(tl.float32) * x
-    place = (sample * tl.num_programs(1) + part) * n + column
+    place = (sample * parts + part) * n + column
     tl.store(out + place, tl.sum(of_bias, 0), mask=inside)
-    place += tl.num_programs(2).to(tl.int64) * tl.num_programs(1) * n
+    place += tl.num_programs(0).to(tl.int64) // tl.cdiv(n, COLUMNS) * n  # all samples' parts
     tl.store(out + place, tl.sum(of_weight, 0), mask=inside)

@@ -9,6 +9,7 @@ from eachgrad import plan
 from eachgrad.functions import precise
 from eachgrad.gradient import Gradient
 from eachgrad.queries.base import Over, Query, Running
+from eachgrad.queries.packing import Holders
 
 
 class Answer(SimpleNamespace):
@@ -59,8 +60,9 @@ class Accumulator:
             raise ValueError(
                 "the micro-batches are of models with other parameters: gather each model's in an Accumulator of its own"
             )
-        every = list(self._running.values())
+        every, holders = list(self._running.values()), Holders()
         for running in every:
+            running.holders = holders
             running.begin(batch_size, costs)
         visit(lambda gradient: _add(gradient, every), None)
         wanted = {id(running): running.again() for running in every}
@@ -69,6 +71,7 @@ class Accumulator:
             visit(lambda gradient: _add(gradient, [r for r in every if gradient.name in wanted[id(r)]]), names)
         for running in every:
             running.end()
+            running.holders = Holders()
         self.batch_sizes.append(batch_size)
 
     def needs_again(self, over: Over, costs: Mapping[str, plan.Cost]) -> bool:
@@ -91,7 +94,9 @@ def _add(gradient: Gradient, every: Iterable[Running]) -> None:
     if not gradient.has_norms:
         if any(running.keeps(gradient.name) for running in asking):
             gradient = gradient.kept()
-        elif {"norms", "mean"} <= {running.reads for running in asking}:
-            gradient = gradient.read_once()
+        else:
+            reads = [running.reads for running in asking]
+            if "norms" in reads and reads.count("mean") == 1:  # two would be given one tensor
+                gradient = gradient.read_once()
     for running in asking:
         running.add(gradient)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from eachgrad import plan
 from eachgrad.blocks.arithmetic import accumulation_dtype, real_dtype
 from eachgrad.gradient import Gradient, total
+from eachgrad.queries.packing import Holders
 from eachgrad.selection import matching
 
 
@@ -76,6 +77,7 @@ class Running:
         self.over = over
         self.samples = 0  # of the batches that have ended
         self.batch_size = 0
+        self.holders = Holders()  # of the batch, which all that is asked together shares
 
     def begin(self, batch_size: int, costs: Mapping[str, plan.Cost]) -> None:
         self.batch_size = batch_size

@@ -33,7 +33,8 @@ class RunningMean(PerParameter):
         self.batch[gradient.name] = gradient.mean()
 
     def joined(self, earlier: Tensor, value: Tensor) -> Tensor:
-        return earlier + (value - earlier) * (self.batch_size / (self.samples + self.batch_size))
+        share = self.batch_size / (self.samples + self.batch_size)
+        return earlier * (1 - share) + value * share  # not by a difference, which of large numbers is none
 
     def answer(self) -> dict[str, Tensor]:
         return self.in_order()

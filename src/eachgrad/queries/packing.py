@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -79,14 +79,24 @@ class Joined:
         return _in_dtype(self.gradients, list(parts), wide)
 
 
-# A question for norms alone must not hold large gradients. Asked beside a clipped sum, which does, it waits for the norms
-# of the sum's pack. Which pack that is: by the gradient's id, which no other has while the pack, and so the gradient, lives.
-_holders: WeakValueDictionary[int, Held] = WeakValueDictionary()
+class Holders:
+    """Which pack has each gradient of a batch, for the questions that are asked together.
 
+    One for norms alone must not hold large gradients. Asked beside a clipped sum, which does, it waits for the norms of the
+    sum's pack.
+    """
 
-def holder(gradient: Gradient) -> Held | None:
-    """The pack of large gradients that has this one."""
-    return _holders.get(id(gradient))
+    def __init__(self) -> None:
+        # Not the gradients themselves, which are to be free early: another one may come to lie where one has been.
+        self._found: dict[int, tuple[ref[Gradient], Held]] = {}
+
+    def note(self, gradient: Gradient, pack: Held) -> None:
+        self._found[id(gradient)] = ref(gradient), pack
+
+    def of(self, gradient: Gradient) -> Held | None:
+        """The pack that has this gradient."""
+        known, pack = self._found.get(id(gradient), (None, None))
+        return pack if known is not None and known() is gradient else None
 
 
 @dataclass(eq=False)
@@ -100,7 +110,7 @@ class Held:
     def add(self, gradient: Gradient) -> None:
         self.gradients.append(gradient)
         self.size += 1
-        _holders[id(gradient)] = self
+        self._found = None
 
     def measured(self, some: list[Gradient]) -> tuple[Tensor, Tensor | None]:
         """As `Block.measured`, of all these gradients together."""
@@ -186,16 +196,17 @@ def _outer(gradient: Gradient) -> Outer:
 Key = tuple[type[Joined] | type[Apart] | type[Crossed], torch.device, torch.dtype]
 
 
-def key_of(gradient: Gradient, held: bool = False) -> Key | None:
+def key_of(gradient: Gradient, holders: Holders | None = None) -> Key | None:
     """What gradients in one pack have in common, its kind first; None: this one goes by itself.
 
-    `held`: it is kept until all have come, whether packed or not. Only then are large ones packed.
+    With `holders` it is kept until all have come, whether packed or not. Only then are large ones packed, into one pack.
     """
+    held = holders is not None and holders.of(gradient) is None
     block = gradient.checked()
     if gradient.has_norms:
         return None
     if isinstance(block, Outer):
-        return _crossed(gradient, block) if held and holder(gradient) is None else None
+        return _crossed(gradient, block) if held else None
     if not isinstance(block, Dense):
         return None
     value = block.value
@@ -203,7 +214,7 @@ def key_of(gradient: Gradient, held: bool = False) -> Key | None:
         return None
     if gradient.parameter.numel() <= SMALL:
         return Joined, value.device, value.dtype
-    if held and holder(gradient) is None and _is_large(gradient, value):
+    if held and _is_large(gradient, value):
         return Apart, value.device, value.dtype
     return None
 

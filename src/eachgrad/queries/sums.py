@@ -13,7 +13,7 @@ from eachgrad import doubts, plan
 from eachgrad.blocks.base import Shared
 from eachgrad.gradient import Gradient, root, total
 from eachgrad.queries.base import Over, PerParameter, PerSample, Query, Running
-from eachgrad.queries.packing import Held, Pack, holder, key_of
+from eachgrad.queries.packing import Held, Pack, key_of
 from eachgrad.selection import check_clipping, clip_factors, grouped
 
 
@@ -45,7 +45,7 @@ class RunningNorms(PerSample):
         return gradient.squared_norms(self.shared)
 
     def add(self, gradient: Gradient) -> None:
-        pack, key = (holder(gradient), key_of(gradient)) if self.by is None else (None, None)
+        pack, key = (self.holders.of(gradient), key_of(gradient)) if self.by is None else (None, None)
         if pack is not None:
             self.awaited.setdefault(pack, []).append(gradient)
         elif key is not None:
@@ -176,9 +176,12 @@ class RunningClip(PerParameter):
             return
         name, group = gradient.name, self.owner[gradient.name]
         self.seen.add(name)
-        key = key_of(gradient, held=True) if self.how[name] != "again" else None
+        key = key_of(gradient, self.holders) if self.how[name] != "again" else None
         if key is not None:
-            self.packs.setdefault((group, key), key[0]()).add(gradient)
+            pack = self.packs.setdefault((group, key), key[0]())
+            pack.add(gradient)
+            if isinstance(pack, Held):
+                self.holders.note(gradient, pack)
             return
         self.squares[group].append(gradient.squared_norms(self.shared))
         if gradient.spread is not None:

@@ -29,12 +29,14 @@ def _over_positions(shape: Sequence[int], *values: Tensor) -> list[Dense]:
     return [Dense(total) for total in over_positions(*(value.reshape(len(value), -1, *shape) for value in values))]
 
 
-def _sums(shape: Sequence[int], g: Tensor, x: Tensor, mean: Tensor | None, scale: Tensor) -> tuple[Dense, Dense] | None:
-    """What the bias and the weight of a norm of x get, by a kernel; None where that is not worth it."""
+def _are_many(shape: Sequence[int], *values: Tensor) -> bool:
+    return are_many(*(value.reshape(len(value), -1, math.prod(shape)) for value in values))
+
+
+def _sums(shape: Sequence[int], g: Tensor, x: Tensor, mean: Tensor | None, scale: Tensor) -> tuple[Dense, Dense]:
+    """What the bias and the weight of a norm of x get, by a kernel."""
     B, n = len(g), math.prod(shape)
     g, x = g.reshape(B, -1, n), x.reshape(B, -1, n)
-    if not are_many(g, x):
-        return None
     scale = scale.reshape(B, -1, 1).to(torch.float32)
     mean = None if mean is None else mean.reshape(B, -1, 1).to(torch.float32)
     of_bias, of_weight = (Dense(total.view(B, *shape)) for total in norm_sums(g, x, mean, scale))
@@ -59,9 +61,9 @@ def _layer_norm(
     if is_fused(g, input):
         wide = input.to(torch.promote_types(input.dtype, g.dtype))
         _, mean, scale = torch.native_layer_norm(wide, normalized_shape, weight, bias, eps)
-        found = _sums(normalized_shape, g, wide, mean, scale)
-        if found is not None:
-            return {"weight": found[1], "bias": found[0]}
+        if _are_many(normalized_shape, g, wide):
+            of_bias, of_weight = _sums(normalized_shape, g, wide, mean, scale)
+            return {"weight": of_weight, "bias": of_bias}
         normal = (wide - mean) * scale
     else:
         normal = F.layer_norm(input, normalized_shape, None, None, eps)
@@ -77,12 +79,10 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> dict[str, Block]:
-    if is_fused(g, input) and eps is not None:
+    if is_fused(g, input) and eps is not None and _are_many(normalized_shape, g, input):
         own = weight if weight is not None and weight.dtype == input.dtype else None
         _, scale = torch.ops.aten._fused_rms_norm(input, list(normalized_shape), own, eps)
-        found = _sums(normalized_shape, g, input, None, scale)
-        if found is not None:
-            return {"weight": found[1]}
+        return {"weight": _sums(normalized_shape, g, input, None, scale)[1]}
     normal = F.rms_norm(input, normalized_shape, None, eps)
     return {"weight": _over_positions(normalized_shape, g * normal)[0]}
 
@@ -98,7 +98,7 @@ def _group_norm(
     cudnn_enabled: bool = True,
 ) -> dict[str, Block]:
     if is_fused(g, input):
-        wide = input.to(torch.promote_types(input.dtype, g.dtype))
+        wide = input.to(torch.promote_types(input.dtype, g.dtype)).contiguous()  # or a GPU's op refuses it
         B, C, size = *input.shape[:2], math.prod(input.shape[2:])
         _, mean, scale = torch.native_group_norm(wide, weight, bias, B, C, size, num_groups, eps)
         grouped = wide.reshape(B, num_groups, -1)
