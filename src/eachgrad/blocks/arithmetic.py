@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eachgrad import plan
-from eachgrad.kernels.many import squares_of_many
+from eachgrad.kernels.many import squares_of_many, weighted_of_many
 from eachgrad.kernels.positions import DTYPES, position_sums
-from eachgrad.kernels.weighted import weighted
 
 # A norm of more numbers than this is put together from norms of so many: over 4 million numbers in float32
 # vector_norm came out 7e-5 too small (torch 2.13, CPU), which would break a clipping bound.
@@ -73,7 +72,7 @@ def sum_of(c: Tensor, value: Tensor) -> Tensor:
     dtype = accumulation_dtype(value.dtype)
     if on_gpu(value) and c.ndim == 1 and not value.dtype.is_complex:  # read once, as they are
         if dtype == torch.float32 and value[0].numel() >= LARGE and not (value.requires_grad or c.requires_grad):
-            return weighted(c.to(dtype), value)
+            return weighted_of_many(c.to(dtype), [value])[0]
         return (value * c.to(dtype).view(-1, *[1] * (value.ndim - 1))).sum(0)
     return torch.tensordot(c.to(dtype), value.to(dtype), dims=1)
 
