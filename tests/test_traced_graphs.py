@@ -87,7 +87,7 @@ def test_what_is_written_for_one_reader_is_made_for_it():
 def test_ops_of_the_same_name_are_not_the_same(monkeypatch):
     """A user's op that writes, and torch's own whose arguments are others out of place."""
     library = torch.library.Library("eachgrad_tests_tidy", "FRAGMENT")
-    library.define("round_(Tensor(a!) x) -> Tensor(a!)")
+    library.define("round_(Tensor(a!) self) -> Tensor(a!)")
     library.impl("round_", lambda x: x.mul_(3.0), "CompositeExplicitAutograd")
 
     def run(x: Tensor) -> tuple[Tensor, ...]:
