@@ -51,7 +51,7 @@ def drawn(steps: int = 15, empty: bool = False, **options) -> tuple[Tensor, floa
 
 WAYS = {
     "at once": {},
-    "in pieces of one": {"max_physical_batch": 1, "batch_size": 3},
+    "in pieces of one": {"max_physical_batch": 1, "batch_size": 3, "steps": 40},  # of which one in twenty draws nobody
     "in pieces of five": {"max_physical_batch": 5},
     "nobody drawn": {"batch_size": 1, "empty": True, "steps": 100},
     "shuffled": {"sampling": "shuffled"},
