@@ -56,5 +56,12 @@ def _turned(graph: Graph, node: Node, made: dict[Node, Node]) -> Node:
     if node not in made:
         with graph.inserting_after(node):
             options: Any = {"memory_format": torch.channels_last}
-            made[node] = graph.call_function(aten.clone.default, (node,), options)
+            copy = made[node] = graph.call_function(aten.clone.default, (node,), options)
+        copy.meta["stride"] = node.meta.get("stride")  # as it lay, for those who care
+        # Or both would be kept: the one for convolutions, the other for the backward of a ReLU.
+        node.replace_all_uses_with(copy, lambda user: user is not copy and _is_pointwise(user))
     return made[node]
+
+
+def _is_pointwise(node: Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())

@@ -14,9 +14,10 @@ from eachgrad.chains import spread
 from eachgrad.functions import without_autocast
 from eachgrad.kernels.signals import Slot
 from eachgrad.laying import laid_out
+from eachgrad.ordering import in_order, soon
 from eachgrad.recompute import recompute, turn_of
 from eachgrad.replay import Replay
-from eachgrad.tidy import changes, may_differ, merge, narrow, write_apart
+from eachgrad.tidy import changes, may_differ, merge, narrow, narrow_signs, write_apart
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,14 @@ def compiled(
         spread(traced.graph)
         if not may_differ(traced.graph):
             traced.graph = fx_graph_cse(traced.graph)
+        narrow_signs(traced.graph)
         if takes_any_layout(options["backend"]):
             # After equal nodes were made one, and before what is computed twice is laid out.
             recompute(traced.graph, turn_of(traced.graph), share=share)
             traced.graph = laid_out(traced)
+            soon(traced.graph, turn_of(traced.graph))
         traced.recompile()
-    step: Any = torch.compile(_Traced(traced, held), fullgraph=True, dynamic=False, **options)
+    step: Any = torch.compile(_Traced(traced, held), fullgraph=True, dynamic=False, **in_order(options))
 
     def call(args: Sequence[Any]) -> tuple[Tensor, ...]:
         return step([a for k, a in enumerate(args) if k not in held])
