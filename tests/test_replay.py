@@ -23,11 +23,12 @@ class Recorded:
 
 @pytest.fixture
 def fake(monkeypatch):
-    def captured(call, args):
+    def captured(call, args, room):
         graph = Recorded(call, args)
-        return graph, graph.outputs
+        return replay.Captured(graph, graph.outputs, None)
 
     monkeypatch.setattr(replay, "captured", captured)
+    monkeypatch.setattr(replay, "_tried", lambda call, args, room: (0, 0))
     monkeypatch.setattr(replay, "on_gpu", lambda t: True)
 
 
@@ -79,7 +80,7 @@ def test_tensors_that_move_every_time_are_given_up(fake):
         x = torch.randn(4, 3)
         torch.testing.assert_close(step((w, x, kept[-1]))[0], x @ w + shift)
     assert "elsewhere" in step.reason
-    assert step.graph is None
+    assert step.found is None
 
 
 def test_released_memory_is_captured_again(fake):
@@ -102,7 +103,7 @@ def test_what_is_not_on_a_gpu_has_no_graph():
 
 
 def test_what_cannot_be_captured_runs_without(fake, monkeypatch):
-    def captured(call, args):
+    def captured(call, args, room):
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
     monkeypatch.setattr(replay, "captured", captured)
@@ -112,3 +113,47 @@ def test_what_cannot_be_captured_runs_without(fake, monkeypatch):
         x = torch.randn(4, 3)
         torch.testing.assert_close(step((w, x, shift))[0], x @ w + shift)
     assert step.reason == "it cannot be captured: operation not permitted when stream is capturing"
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("sizes", "left", "best"),
+    [
+        ({0: 1000, 700: 900, 800: 850, 900: 950}, 0, 800),
+        ({0: 1000, 700: 1100, 800: 1050, 900: 1000}, 0, 0),  # one piece does not help
+        ({0: 1000, 700: None, 800: None, 900: 990}, 0, 900),  # None: it does not fit
+        ({0: 1000, 700: None, 800: None, 900: None}, 0, 0),
+        ({0: 63}, 0, 0),
+        ({0: 1000}, 1, 0),  # memory that stays when the graph is gone
+    ],
+)
+def test_the_room_with_the_fewest_bytes_is_taken(sizes, left, best, monkeypatch):
+    """A graph is tried with each room once, and captured with the best one whenever it is needed."""
+    tried, asked = [], []
+
+    def attempt(call, args, room):
+        tried.append(room // MIB)
+        if sizes[tried[-1]] is None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return sizes[tried[-1]] * MIB, left
+
+    def captured(call, args, room):
+        asked.append(room // MIB)
+        graph = Recorded(call, args)
+        return replay.Captured(graph, graph.outputs, None)
+
+    monkeypatch.setattr(replay, "_tried", attempt)
+    monkeypatch.setattr(replay, "captured", captured)
+    monkeypatch.setattr(replay, "on_gpu", lambda t: True)
+    w, shift = problem()
+    step = replay.Replay(product, frozenset([1]))
+    for _ in range(4):
+        x = torch.randn(4, 3)
+        torch.testing.assert_close(step((w, x, shift))[0], x @ w + shift)
+    step.release()
+    step((w, x, shift))
+    assert tried == list(sizes)
+    assert asked == [best, best]
+    assert step.captures == 1

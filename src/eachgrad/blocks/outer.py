@@ -62,6 +62,14 @@ class Outer(Block):
         p, d = self.matrix
         # A compiler writes the left one transposed, which took a GPU six times as long.
         left, right = (scaled(left, c), right) if p < (d if not on_gpu(left) else d // 8) else (left, scaled(right, c))
+        return self._sum(left, right)
+
+    def mean(self, c: Tensor) -> Tensor:
+        # Nothing is scaled: a copy of a factor would be written for it.
+        return self._sum(*self._factors()) / len(c)
+
+    def _sum(self, left: Tensor, right: Tensor) -> Tensor:
+        """The sum over samples and positions of their products, (*shape)."""
         left, right = _flat(left, right)
         value = product(left.mT, right)
         return value if self.shape is None else value.reshape(self.shape)

@@ -125,6 +125,9 @@ class Patches(Block):
             total += self.geometry.weight_gradient(a.flatten(0, 1), b.flatten(0, 1), self.geometry.groups)
         return total
 
+    def mean(self, c: Tensor) -> Tensor:
+        return conv_sum(*self._maps()) / len(c) if self._implicit else self.weighted_sum(c)
+
     def _sum(self, x: Tensor, g: Tensor) -> Tensor:
         """The gradient of one sample that has many maps, in float32 or better."""
         g, x = (t[0] for t in self._factors(x, g))  # of each group

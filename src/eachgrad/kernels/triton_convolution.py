@@ -19,7 +19,8 @@ def _columns(start, SIZES: tl.constexpr, BLOCK_C: tl.constexpr):
     column = start + tl.arange(0, BLOCK_C)
     if C % BLOCK_C == 0:
         tap = start // C
-        channel = start % C + tl.arange(0, BLOCK_C)
+        # Or every number is read by itself.
+        channel = tl.multiple_of(start % C, BLOCK_C) + tl.arange(0, BLOCK_C)
     else:
         tap = (column // C)[None, :]
         channel = column % C
@@ -108,16 +109,19 @@ def sum_kernel(x, g, out, rows, steps, SIZES: tl.constexpr, WINDOW: tl.constexpr
     part, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     o = tile // TILES[1] * BLOCK_P + tl.arange(0, BLOCK_P)
     column, channel, tap = _columns(tile % TILES[1] * BLOCK_C, SIZES, BLOCK_C)
+    size: tl.constexpr = SIZES[0] * SIZES[1] * SIZES[2]
     here = tl.arange(0, BLOCK_T)
     total = tl.zeros((BLOCK_P, BLOCK_C), dtype=tl.float32)
     for step in range(steps):
         start = (part * steps + step) * BLOCK_T
         inside = here < rows - start
         place = (start % L).to(tl.int32) + here
-        sample = start // L + place // L
         left = _outputs(g + start * SIZES[3], here, inside, o, SIZES)
-        at = x + sample[:, None] * (SIZES[0] * SIZES[1] * SIZES[2])
-        right = _inputs(at, place % L, inside, column, channel, tap, SIZES, WINDOW)
+        at = x + start // L * size
+        if L % BLOCK_T:  # a tile of several samples
+            at += (place // L).to(tl.int64)[:, None] * size
+            place = place % L
+        right = _inputs(at, place, inside, column, channel, tap, SIZES, WINDOW)
         total = tl.dot(tl.trans(left), right, total, input_precision="ieee")
     out += part * (SIZES[3] * columns)
     tl.store(out + (o[:, None] * columns + column), total, mask=(o < SIZES[3])[:, None] & (column < columns))
