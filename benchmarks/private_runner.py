@@ -197,7 +197,7 @@ def facts(private: Private) -> Row:
         "max_physical_batch": private.run.loader.largest, "samples_a_step": statistics.mean(map(sum, drawn)),
         "pieces_a_step": statistics.mean(map(len, drawn)), "graphs": len(ask.graphs), "compiled": len(steps),
         "computed_a_step": statistics.mean(map(len, drawn)) * private.run.loader.largest,  # filled up
-        "replayed": sum(getattr(step.call, "graph", None) is not None for step in steps), "reasons": ask.reasons(),
+        "replayed": sum(getattr(step.call, "found", None) is not None for step in steps), "reasons": ask.reasons(),
     }  # fmt: skip
 
 
