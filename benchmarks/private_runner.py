@@ -193,10 +193,12 @@ def facts(private: Private) -> Row:
     """What a run has drawn, and how its steps were answered."""
     ask, drawn = private.run.engine.ask, private.drawn
     steps = [step for graph in ask.graphs for step in graph.step.values()]
+    sizes = private.run.loader.divided.sizes
+    filled = [sum(next(size for size in sizes if size >= n) for n in some) for some in drawn]
     return {
-        "max_physical_batch": private.run.loader.largest, "samples_a_step": statistics.mean(map(sum, drawn)),
+        "sizes": sizes, "samples_a_step": statistics.mean(map(sum, drawn)),
         "pieces_a_step": statistics.mean(map(len, drawn)), "graphs": len(ask.graphs), "compiled": len(steps),
-        "computed_a_step": statistics.mean(map(len, drawn)) * private.run.loader.largest,  # filled up
+        "computed_a_step": statistics.mean(filled),
         "replayed": sum(getattr(step.call, "found", None) is not None for step in steps), "reasons": ask.reasons(),
     }  # fmt: skip
 

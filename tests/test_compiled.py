@@ -329,6 +329,18 @@ def test_batches_of_any_size_in_one_graph(name):
     assert not ask.reasons()
 
 
+def test_batches_are_filled_up_to_the_next_of_several_sizes():
+    make, data = MODELS["encoder"]
+    model, (x, y) = make(), data()
+    ask = eachgrad.compile(model, losses, pad_to=[B, 2, B], backend="aot_eager", grad=eachgrad.clipped_sum(0.5))
+    for n in (B, 3, 1, 2, 3, 1, B, 2):
+        assert_agree(ask(x[:n], y[:n]), ask.eager((x[:n], y[:n])), 1e-10)
+    assert [graph.calls for graph in ask.graphs] == [4, 4]
+    assert all(graph.step for graph in ask.graphs)
+    with pytest.raises(ValueError, match=f"pad_to={B}"):
+        ask(torch.cat([x, x]), torch.cat([y, y]))
+
+
 def test_what_is_filled_up_by_chance_is_answered_eagerly():
     model = nn.Linear(d, 3)
 
@@ -344,7 +356,7 @@ def test_what_is_filled_up_by_chance_is_answered_eagerly():
 
 def test_padding_is_refused():
     model = nn.Linear(d, 3)
-    for size in (0, -1, True, 2.0):
+    for size in (0, -1, True, 2.0, (), (2, 0), (True, 2), "8", {2, 3}):
         with pytest.raises(ValueError, match="pad_to is a positive number"):
             eachgrad.compile(model, losses, pad_to=size, norms=eachgrad.norms())
     for query in (eachgrad.variance(), eachgrad.noise_scale(), eachgrad.weighted_sum(torch.ones(B)), eachgrad.gram()):

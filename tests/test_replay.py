@@ -23,7 +23,7 @@ class Recorded:
 
 @pytest.fixture
 def fake(monkeypatch):
-    def captured(call, args, room):
+    def captured(call, args, room, pool, stream):
         graph = Recorded(call, args)
         return replay.Captured(graph, graph.outputs, None)
 
@@ -103,7 +103,7 @@ def test_what_is_not_on_a_gpu_has_no_graph():
 
 
 def test_what_cannot_be_captured_runs_without(fake, monkeypatch):
-    def captured(call, args, room):
+    def captured(call, args, room, pool, stream):
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
     monkeypatch.setattr(replay, "captured", captured)
@@ -139,7 +139,7 @@ def test_the_room_with_the_fewest_bytes_is_taken(sizes, left, best, monkeypatch)
             raise torch.OutOfMemoryError("CUDA out of memory")
         return sizes[tried[-1]] * MIB, left
 
-    def captured(call, args, room):
+    def captured(call, args, room, pool, stream):
         asked.append(room // MIB)
         graph = Recorded(call, args)
         return replay.Captured(graph, graph.outputs, None)
@@ -157,3 +157,42 @@ def test_the_room_with_the_fewest_bytes_is_taken(sizes, left, best, monkeypatch)
     assert tried == list(sizes)
     assert asked == [best, best]
     assert step.captures == 1
+
+
+def test_graphs_of_one_memory_share_it_until_all_are_gone(monkeypatch):
+    """The first takes the room; the others are cut from the same memory, on the same stream."""
+    asked = []
+
+    def captured(call, args, room, pool, stream):
+        asked.append((room, pool, stream))
+        graph = Recorded(call, args)
+        return replay.Captured(graph, graph.outputs, pool or f"pool {len(asked)}", stream or f"stream {len(asked)}")
+
+    monkeypatch.setattr(replay, "captured", captured)
+    monkeypatch.setattr(replay, "best_room", lambda call, args: 5)
+    monkeypatch.setattr(replay, "on_gpu", lambda t: True)
+    w, shift = problem()
+    memory = replay.Memory()
+    steps = [replay.Replay(product, frozenset([1]), memory) for _ in range(3)]
+
+    def run():
+        for step in steps:
+            x = torch.randn(4, 3)
+            torch.testing.assert_close(step((w, x, shift))[0], x @ w + shift)
+
+    run()  # compiles
+    run()
+    assert asked == [(5, None, None), (0, "pool 1", "stream 1"), (0, "pool 1", "stream 1")]
+    steps[0].release()
+    run()
+    assert asked[3:] == [(0, "pool 1", "stream 1")]
+    for step in steps:
+        step.release()
+    run()
+    assert asked[4:] == [(5, None, None), (0, "pool 5", "stream 5"), (0, "pool 5", "stream 5")]
+    del step
+    steps.clear()  # gone without a word
+    steps.append(replay.Replay(product, frozenset([1]), memory))
+    run()
+    run()
+    assert asked[7] == (5, None, None)

@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from eachgrad import padding
 from eachgrad.queries import Accumulator, Answer, Query
 from eachgrad.receipt import call_loss
+from eachgrad.replay import Memory
 from eachgrad.tape import record
 from eachgrad.traced import Given, Graph, NotCompiled
 
@@ -32,7 +33,7 @@ def compile(
     batch_dim: int = 0,
     backend: str = "inductor",
     mode: str | None = None,
-    pad_to: int | None = None,
+    pad_to: int | Sequence[int] | None = None,
     copies: bool = True,
     recompute: float = 0.1,
     **queries: Query,
@@ -44,7 +45,8 @@ def compile(
     losses, and `ask.reasons()` says why something is not compiled, and is answered eagerly instead.
 
     Each size of a batch has a graph of its own, unless `pad_to` says to how many samples batches are filled up: then one
-    graph does for all. Filled up is every tensor of the batch that has B entries along `batch_dim`, as its first one has.
+    graph does for all, or one for each of several sizes, of which a batch gets the next. Filled up is every tensor of the
+    batch that has B entries along `batch_dim`, as its first one has.
 
     `mode="reduce-overhead"` (and "max-autotune") replays a CUDA graph, whose answers are copied for you: the next replay
     overwrites them. `copies=False` spares the copy, for loops that are done with an answer before the next call.
@@ -61,21 +63,23 @@ class Compiled:
 
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Tensor], queries: dict[str, Query], batch_dim: int,
-        options: dict[str, Any], pad_to: int | None = None, copies: bool = True, recompute: float = 0.0,
+        options: dict[str, Any], pad_to: int | Sequence[int] | None = None, copies: bool = True, recompute: float = 0.0,
     ):  # fmt: skip
         Accumulator(**queries)  # checks them
         if not 0.0 <= recompute <= 1.0:
             raise ValueError(f"recompute is a share, from 0.0 to 1.0, not {recompute}")
         if pad_to is not None:
-            padding.check(queries, pad_to)
+            padding.check(queries)
         if "losses" in queries:
             raise ValueError("losses is the name of the losses themselves: ask under another name")
         self.model, self.loss_fn, self.queries = model, loss_fn, queries
-        self.batch_dim, self.pad_to, self.recompute = batch_dim, pad_to, recompute
+        self.batch_dim, self.recompute = batch_dim, recompute
+        self.pad_to = None if pad_to is None else padding.sizes_of(pad_to)
         self.replays = options.get("mode") in _WITHOUT_GRAPHS and torch.cuda.is_available()
         self.options = options | {"mode": _WITHOUT_GRAPHS.get(options.get("mode"), options.get("mode"))}
         self.lends = not self.replays or not copies
         self.graphs: list[Graph] = []
+        self.memory = Memory()
         self._given: Given | None = None
         self._answer: Answer | None = None
         self._refused = ""  # why the compiler's front end does not take the model
@@ -109,6 +113,12 @@ class Compiled:
         """Why batches are answered eagerly, or without a CUDA graph where one was asked for."""
         refused = [self._refused] if self._refused else []
         return refused + [reason for graph in self.graphs for reason in graph.reasons()]
+
+    def release(self) -> None:
+        """Give the memory of CUDA graphs back; they are captured again when they are needed."""
+        for graph in self.graphs:
+            for step in graph.step.values():
+                step.release()
 
     def _backend(self, gm: GraphModule, example: Sequence[Tensor]) -> Callable[..., Any]:
         (returned,) = gm.graph.find_nodes(op="output")[0].args

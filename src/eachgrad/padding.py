@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +29,16 @@ class Padding:
         return Answer(**found, losses=answer.losses[: self.samples])
 
 
-def check(queries: Mapping[str, Query], size: int) -> None:
-    """Raise for a size that is none, and for questions whose answer depends on the samples that are added."""
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"pad_to is a positive number of samples, not {size!r}")
+def sizes_of(pad_to: int | Sequence[int]) -> tuple[int, ...]:
+    """The sizes that batches are filled up to, in order."""
+    sizes = (pad_to,) if isinstance(pad_to, int) else tuple(pad_to) if isinstance(pad_to, Sequence) else ()
+    if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+        raise ValueError(f"pad_to is a positive number of samples, or several, not {pad_to!r}")
+    return tuple(sorted(set(sizes)))
+
+
+def check(queries: Mapping[str, Query]) -> None:
+    """Raise for questions whose answer depends on the samples that are added."""
     for name, query in queries.items():
         if not query.pads:
             raise ValueError(
@@ -41,16 +47,17 @@ def check(queries: Mapping[str, Query], size: int) -> None:
             )
 
 
-def padded(batch: tuple, size: int, dim: int) -> Padding:
-    """Fill up every tensor of the batch that has B entries along `dim`, as the first one has."""
+def padded(batch: tuple, sizes: tuple[int, ...], dim: int) -> Padding:
+    """Fill up every tensor of the batch that has B entries along `dim`, as the first one has, to the next of the sizes."""
     given = [t for t in tensors_in(batch) if t.ndim > dim]
     if not given:
         raise ValueError(f"pad_to fills up the tensors of a batch along dimension {dim}, and none has that dimension")
     B, device = given[0].shape[dim], given[0].device
-    if not 0 < B <= size:
+    if not 0 < B <= sizes[-1]:
         raise ValueError(
-            f"a batch of {B} samples is not between 1 and pad_to={size}: split a larger one, skip an empty one"
+            f"a batch of {B} samples is not between 1 and pad_to={sizes[-1]}: split a larger one, skip an empty one"
         )
+    size = next(size for size in sizes if size >= B)
     places = torch.arange(size, device=device)
     weights, index = (places < B).to(torch.float32), places.clamp(max=B - 1)
 

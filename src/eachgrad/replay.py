@@ -8,6 +8,7 @@ buffers are read where they were when it was captured, and its answers are overw
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     outputs: tuple[Tensor, ...]  # what it returns after a replay
     pool: Any  # its memory
+    stream: Any = None  # that it was captured on
 
 
 def taken(pool: tuple[int, int]) -> int:
@@ -38,10 +40,10 @@ def taken(pool: tuple[int, int]) -> int:
     return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool))
 
 
-def captured(call: Call, args: Sequence[Any], room: int = 0) -> Captured:
+def captured(call: Call, args: Sequence[Any], room: int = 0, pool: Any = None, stream: Any = None) -> Captured:
     """A graph of the call. `room`: bytes that are taken in one piece before."""
-    graph, stream, pool = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.MemPool()
-    was_on = gc.isenabled()
+    graph, was_on = torch.cuda.CUDAGraph(), gc.isenabled()
+    stream, pool = stream or torch.cuda.Stream(), pool or torch.cuda.MemPool()
     gc.collect()
     gc.disable()  # what it frees on the way, such as a module of kernels, may be forbidden during a capture
     _forget_workspaces()
@@ -50,7 +52,7 @@ def captured(call: Call, args: Sequence[Any], room: int = 0) -> Captured:
             with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool):
                 torch.empty(room, dtype=torch.uint8, device="cuda")
         with torch.cuda.graph(graph, pool=pool.id, stream=stream, capture_error_mode="thread_local"):
-            return Captured(graph, call(args), pool)
+            return Captured(graph, call(args), pool, stream)
     except RuntimeError:
         # The generator would take itself to be in a capture for ever.
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -94,20 +96,48 @@ def _tried(call: Call, args: Sequence[Any], room: int) -> tuple[int, int]:
     return size, taken(pool)
 
 
+class Memory:
+    """The memory of several graphs, of which one is replayed at a time and its answers are used before the next is.
+
+    What one writes on its way may lie where another's does: together they take about what the largest takes.
+    """
+
+    def __init__(self) -> None:
+        self.room: int | None = None  # what is taken in one piece, once that is known
+        self._users = weakref.WeakSet[Replay]()
+        self._pool: Any = None
+        self._stream: Any = None  # memory that is free on one stream is not on another
+
+    def captured(self, user: Replay, call: Call, args: Sequence[Any]) -> Captured:
+        """A graph of the call for this user."""
+        if self.room is None:
+            self.room = best_room(call, args)
+        found = captured(call, args, self.room if self._pool is None else 0, self._pool, self._stream)
+        self._pool, self._stream = found.pool, found.stream
+        self._users.add(user)
+        return found
+
+    def drop(self, user: Replay) -> None:
+        """The user's graph is gone: with the last one goes the memory."""
+        self._users.discard(user)
+        if not self._users:
+            self._pool = self._stream = None
+
+
 class Replay:
     """Calls `call(args)` as it is once, which compiles it, and by a graph from then on."""
 
-    def __init__(self, call: Call, copied: frozenset[int]):
+    def __init__(self, call: Call, copied: frozenset[int], memory: Memory | None = None):
         """`copied`: the places of the arguments that are copied, since they are others every time."""
-        self.call, self.copied = call, copied
+        self.call, self.copied, self.memory = call, copied, memory or Memory()
         self.warm = False
         self.captures = 0
         self.reason = ""  # why there is no graph
-        self.room: int | None = None  # what is taken in one piece for it, once that is known
         self._release()
 
     def _release(self) -> None:
         self.found: Captured | None = None
+        self.memory.drop(self)
         self.own: list[Tensor] = []
         self.addresses: dict[int, int] = {}
 
@@ -149,10 +179,7 @@ class Replay:
         self.own = [args[k].clone() for k in sorted(self.copied)]
         mine = dict(zip(sorted(self.copied), self.own, strict=True))
         try:
-            given = [mine.get(k, a) for k, a in enumerate(args)]
-            if self.room is None:
-                self.room = best_room(self.call, given)
-            self.found = captured(self.call, given, self.room)
+            self.found = self.memory.captured(self, self.call, [mine.get(k, a) for k, a in enumerate(args)])
         except RuntimeError as error:
             self._release()
             self.reason = f"it cannot be captured: {str(error).partition(chr(10))[0]}"

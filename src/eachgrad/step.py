@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from eachgrad.kernels.signals import Slot
 from eachgrad.laying import laid_out
 from eachgrad.ordering import in_order, soon
 from eachgrad.recompute import recompute, turn_of
-from eachgrad.replay import Replay
+from eachgrad.replay import Memory, Replay
 from eachgrad.tidy import changes, may_differ, merge, narrow, narrow_signs, write_apart
 
 
@@ -54,15 +54,21 @@ class Step:
             self.call.release()
 
 
+class Graphs(NamedTuple):
+    """What a CUDA graph is made with: the places of the arguments that are the batch, and memory."""
+
+    given: frozenset[int]
+    memory: Memory
+
+
 def compiled(
     traced: GraphModule, held: dict[int, nn.Parameter], slots: list[Slot], options: dict[str, Any],
-    given: frozenset[int] | None, share: float = 0.0,
+    graphs: Graphs | None, share: float = 0.0,
 ) -> Step:  # fmt: skip
     """The step of a traced graph, for `torch.compile` with these options.
 
     About this `share` of what the backward needs of the forward is computed again, where that is cheap, and not kept.
-    `held` are the arguments that are parameters, by their places. Where `given` has the places of those that are the
-    batch, it is a CUDA graph.
+    `held` are the arguments that are parameters, by their places. With `graphs` it is a CUDA graph.
     """
     from torch._functorch.compile_utils import fx_graph_cse
 
@@ -85,7 +91,7 @@ def compiled(
     def call(args: Sequence[Any]) -> tuple[Tensor, ...]:
         return step([a for k, a in enumerate(args) if k not in held])
 
-    return Step(call if given is None else Replay(call, given), slots)
+    return Step(call if graphs is None else Replay(call, graphs.given, graphs.memory), slots)
 
 
 def takes_any_layout(backend: str) -> bool:

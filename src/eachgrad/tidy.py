@@ -238,7 +238,7 @@ def draws(node: Node) -> bool:
         return True
     k = names.index("dropout_p")
     given = node.args[k] if k < len(node.args) else node.kwargs.get("dropout_p", schema.arguments[k].default_value)
-    return given != 0
+    return bool(given != 0)
 
 
 _VIEWS = {aten.view.default, aten._unsafe_view.default}

@@ -27,7 +27,7 @@ from eachgrad.queries import Accumulator, Answer
 from eachgrad.recall import Plan, is_regular, measured
 from eachgrad.receipt import Record
 from eachgrad.solve import blocks_of, solved
-from eachgrad.step import Step, compiled
+from eachgrad.step import Graphs, Step, compiled
 from eachgrad.tidy import writes_into_arguments
 
 if TYPE_CHECKING:
@@ -109,8 +109,7 @@ class Graph:
         due = self.calls & (self.calls - 1) == 0
         found = None if due or self.plan is None else self._run_step(args)
         if found is None:
-            for step in self.step.values():  # eagerly it takes more memory
-                step.release()
+            self.owner.release()  # eagerly it takes more memory
             drawn = _generators()
             answer = self.owner.eager(given.batch)
             if due:
@@ -137,9 +136,15 @@ class Graph:
         if not far:
             return answer
         self.plan, self.traces = None, False
-        self.step.clear()
+        self._forget()
         self.reason = f"compiled, its answers differ from the eager ones: {far}"
         return wanted
+
+    def _forget(self) -> None:
+        """Drop what is compiled."""
+        for step in self.step.values():
+            step.release()
+        self.step.clear()
 
     def _run_step(self, args: tuple) -> tuple[Tensor, ...] | None:
         """Losses and answers by the compiled step; None where there is none, or where it has a doubt."""
@@ -148,9 +153,9 @@ class Graph:
         held = [a for a, name in zip(args, self.names, strict=True) if name is not None]
         if len(held) != len(self.held) or any(a is not b for a, b in zip(held, self.held, strict=True)):
             self.held = held
-            self.step.clear()  # what is compiled has other parameters in it: one was replaced
+            self._forget()  # what is compiled has other parameters in it: one was replaced
         if any(p.requires_grad != trained for p, trained in self.unused):
-            self.step.clear()  # it has answers about those that were trained in it
+            self._forget()  # it has answers about those that were trained in it
         known = key in self.step
         try:
             step = self.step[key] if known else self._compiled(args)
@@ -207,7 +212,7 @@ class Graph:
         found = measured(recorder.uses, plain, uses)
         found.note(recorder.uses, accepted)
         if self.plan is None or not found.same(self.plan):
-            self.step.clear()  # what is compiled has the old layouts in it
+            self._forget()  # what is compiled has the old layouts in it
         self.plan, self.reason = found, ""
 
     def _check_graph(self) -> None:
@@ -246,8 +251,8 @@ class Graph:
                 "the forward writes into a buffer or an input: where the eager code must answer instead, it would twice"
             )
         held = {k: a for k, (a, name) in enumerate(zip(args, self.names, strict=True)) if name is not None}
-        given = self.given if self.owner.replays else None
-        return compiled(traced, held, self.slots, self.owner.options, given, self.owner.recompute)
+        graphs = Graphs(self.given, self.owner.memory) if self.owner.replays else None
+        return compiled(traced, held, self.slots, self.owner.options, graphs, self.owner.recompute)
 
     def _step(self, *args: Any) -> tuple[Tensor, ...]:
         """Forward, backward and answers, as they are traced: whether the answers can be trusted, losses, answers."""

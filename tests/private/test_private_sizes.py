@@ -8,7 +8,7 @@ import pytest
 import torch
 from private_runs import fixed, make
 
-from eachgrad.private.sizes import FEWEST, PIECE, best_piece
+from eachgrad.private.sizes import FEWEST, PIECE, Pieces, best_piece, best_pieces, pieces
 
 
 def computed(batch_size: int, m: int, draws: torch.Tensor) -> float:
@@ -38,8 +38,8 @@ def test_batches_of_one_size_are_divided_evenly():
 
 def test_what_the_user_allows_is_never_exceeded():
     run = make(compile=True, max_physical_batch=5, generator=fixed())
-    assert run.loader.largest <= 5
-    assert run.engine.pad_to == run.loader.largest
+    assert run.loader.divided.largest <= 5
+    assert run.engine.pad_to == run.loader.divided.sizes
     for batch in run.loader.take(2):
         assert max(batch.sizes, default=0) <= 5
         run.step(batch)
@@ -47,3 +47,71 @@ def test_what_the_user_allows_is_never_exceeded():
 
 def test_many_samples_are_soon_decided():
     assert best_piece(1_000_000, 10**9, varies=True) < 1_000_000 + 4 * math.sqrt(1_000_000) + 1
+
+
+def cost(found: Pieces, batch_size: int, draws: torch.Tensor) -> float:
+    """As `computed`, for several sizes."""
+    total = 0.0
+    for n, times in zip(*draws.int().unique(return_counts=True), strict=True):
+        for samples in found.split(int(n)):
+            total += (min(size for size in found.sizes if size >= samples) + PIECE * batch_size) * int(times)
+    return total / len(draws) / batch_size
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 16, 64, 512, 4096, 1_000_000])
+@pytest.mark.parametrize("share", [0.3, 1.0, 10.0])
+@pytest.mark.parametrize("graphs", [2, 3])
+def test_more_sizes_never_compute_more(batch_size, share, graphs):
+    torch.manual_seed(0)
+    draws = torch.poisson(torch.full((3_000,), float(batch_size), dtype=torch.float64))
+    most = max(1, round(share * batch_size))
+    one, some = (best_pieces(batch_size, most, varies=True, graphs=k) for k in (1, graphs))
+    assert len(some.sizes) <= graphs
+    assert some.largest <= most
+    assert cost(some, batch_size, draws) <= 1.01 * cost(one, batch_size, draws)
+
+
+def test_sixteen_samples_by_two_and_three_sizes():
+    """The best of all pairs and triples, which a search over all of them has found."""
+    torch.manual_seed(0)
+    draws = torch.poisson(torch.full((20_000,), 16.0))
+    costs = [cost(best_pieces(16, 1000, True, graphs), 16, draws) for graphs in (1, 2, 3)]
+    assert [round(c, 2) for c in costs] == [1.29, 1.14, 1.10]
+
+
+@pytest.mark.parametrize("found", [Pieces((8,)), Pieces((8, 11), price=0.5), Pieces((8, 24, 512), unit=8, price=15.0)], ids=str)
+def test_every_sample_is_in_one_piece(found):
+    for samples in range(3 * found.largest):
+        sizes = found.split(samples)
+        assert sum(sizes) == samples
+        assert all(0 < size <= found.largest for size in sizes)
+        assert all(size in found.sizes for size in sizes[:-1])  # full, but for the last
+
+
+def test_one_size_is_left_as_it_was():
+    for n in (0, 1, 7, 8, 9, 30):
+        assert Pieces((8,)).split(n) == [min(8, n - k) for k in range(0, n, 8)]
+    assert best_pieces(100, 32, varies=False, graphs=3).sizes == (25,)
+    assert pieces(32, 1000, 100, graphs=0, varies=True) == Pieces((32,), width=4)
+
+
+def test_a_run_with_graphs_of_several_sizes_is_the_one_without():
+    """The same draws and noise, and a graph for every size that was needed."""
+    eager, found = make(generator=fixed(), steps=12), make(generator=fixed(), steps=12, compile=True, graphs=2)
+    assert len(found.loader.divided.sizes) == 2
+    used = set()
+    for run in (eager, found):
+        for batch in run.loader:
+            run.step(batch)
+            if run is found:
+                used |= {min(size for size in run.engine.pad_to if size >= n) for n in batch.sizes}
+    for a, b in zip(eager.model.parameters(), found.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert used == set(found.loader.divided.sizes)
+    assert not found.engine.ask.reasons()
+    assert len(found.engine.ask.graphs) == 2
+
+
+def test_graphs_are_counted():
+    with pytest.raises(ValueError, match="graphs"):
+        make(compile=True, graphs=0)

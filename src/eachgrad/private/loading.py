@@ -6,6 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -14,6 +15,7 @@ from eachgrad.private.errors import PrivacyError
 
 if TYPE_CHECKING:
     from eachgrad.private.run import Run
+    from eachgrad.private.sizes import Pieces
 
 
 class Batch:
@@ -54,8 +56,8 @@ class Batch:
 class Loader:
     """The logical batches of all steps that are left: `for batch in run.loader: run.step(batch)`."""
 
-    def __init__(self, run: Run, sampler: Any, samples: Any, largest: int, progress: bool | None):
-        self.run, self.sampler, self.samples, self.largest = run, sampler, samples, largest
+    def __init__(self, run: Run, sampler: Any, samples: Any, divided: Pieces, progress: bool | None):
+        self.run, self.sampler, self.samples, self.divided = run, sampler, samples, divided
         self.progress = sys.stderr.isatty() if progress is None else progress
         self._ahead: deque[list[Any]] = deque()
         self._pieces: Iterator[list[Any]] = iter(())
@@ -111,8 +113,9 @@ class Loader:
     def _draw(self, steps: int, drawn: deque[Batch], loop: object) -> Iterator[list[int]]:
         """The samples' numbers of one piece after another; the batches they make up go to `drawn`."""
         for _ in range(steps):
-            index, size = self.sampler.draw(), self.largest
-            pieces = [index[k : k + size] for k in range(0, len(index), size)]
+            index = self.sampler.draw()
+            left = iter(index)
+            pieces = [list(islice(left, size)) for size in self.divided.split(len(index))]
             drawn.append(Batch(self, loop, pieces, self.sampler.source.state()))
             yield from pieces
 

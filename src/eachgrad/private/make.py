@@ -18,7 +18,7 @@ from eachgrad.private.gathering import Engine
 from eachgrad.private.noise import Fixed, Secure, Source
 from eachgrad.private.run import SPENT, Run, Settings
 from eachgrad.private.sampling import Poisson, Samples, Shuffled, opened
-from eachgrad.private.sizes import sizes
+from eachgrad.private.sizes import pieces
 from eachgrad.receipt import aliases_of
 
 
@@ -41,6 +41,7 @@ def make_private(
     max_physical_batch: int | None = None,
     nonfinite: str = "zero",
     compile: bool | None = None,
+    graphs: int | None = None,
     secure: bool = False,
     generator: Generator | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -62,7 +63,9 @@ def make_private(
     steps spend `target_epsilon` at `target_delta`. Two data sets are neighbours if one has one sample more.
 
     `max_physical_batch` bounds what is computed at a time. `nonfinite` samples are left out ("zero") or an error ("raise").
-    `compile` is for `eachgrad.compile`; None compiles on CUDA. `generator` makes a run repeatable, for tests, and not
+    `compile` is for `eachgrad.compile`; None compiles on CUDA. What a step draws is computed in pieces of so many sizes,
+    each with a graph of its own (`graphs`, 2 on CUDA and else 1): more of them fill up less and take longer to compile.
+    `generator` makes a run repeatable, for tests, and not
     private. `secure` draws from a cryptographic generator. With `checkpoint` every step is noted in a journal beside that
     file before it is taken; `resume` goes on from the file if it is there. `history` is what the same data has been used for
     before: the `history` of another run. `scheduler` is saved and loaded with the run, and stepped by you. `batch_dim`,
@@ -75,6 +78,8 @@ def make_private(
     checks.check_closure(optimizer)
     checks.check_modules(model)
     epochs, steps, batch_size, max_physical_batch = map(checks.plain, (epochs, steps, batch_size, max_physical_batch))
+    if graphs is not None:
+        checks.check_size("graphs", graphs := checks.plain(graphs))
     target_epsilon, noise_multiplier, target_delta = map(checks.plain, (target_epsilon, noise_multiplier, target_delta))
     checks.check_target(target_epsilon, noise_multiplier)
     checks.check_size("batch_size", batch_size)
@@ -85,8 +90,10 @@ def make_private(
     steps = checks.steps_of(epochs, steps, n, batch_size)
     checks.check_target_delta(target_delta, n)
     rule = rule_for(clipping, max_grad_norm, parameters, aliases_of(model))
-    by_graph = all(p.is_cuda for p in parameters.values()) if compile is None else compile
-    largest, width = sizes(max_physical_batch, n, batch_size, by_graph, sampling == "poisson")
+    on_cuda = all(p.is_cuda for p in parameters.values())
+    by_graph = on_cuda if compile is None else compile
+    graphs = (graphs or (2 if on_cuda else 1)) if by_graph else 0
+    divided = pieces(max_physical_batch, n, batch_size, graphs, sampling == "poisson")
     noise, drawing = _sources(generator, secure)
     before = _before(model, history)
     settings = Settings(n, batch_size, steps, noise_multiplier or 0.0, target_delta, sampling, accountant)
@@ -95,10 +102,10 @@ def make_private(
         settings = replace(settings, noise_multiplier=found)
     rule = with_count_noise(rule, settings.noise_multiplier, batch_size)
     options = {"batch_dim": batch_dim, "memory": memory, "fallback": fallback}
-    engine = Engine(model, loss_fn, rule, nonfinite, options, largest if by_graph else None)
+    engine = Engine(model, loss_fn, rule, nonfinite, options, divided.sizes if by_graph else None)
     sampler = Poisson(n, batch_size / n, drawing) if sampling == "poisson" else Shuffled(n, batch_size, drawing)
     run = Run(
-        model, optimizer, scheduler, settings, engine, noise, sampler, samples, largest, width, before, progress
+        model, optimizer, scheduler, settings, engine, noise, sampler, samples, divided, before, progress
     )  # fmt: skip
     if checkpoint is not None:
         resuming.begin(run, checkpoint, resume)

@@ -23,6 +23,7 @@ from eachgrad.private.loading import Batch, Loader
 from eachgrad.private.noise import Source, write_gradients
 from eachgrad.private.receipt import Receipt, receipt_of
 from eachgrad.private.sampling import Samples, to_device
+from eachgrad.private.sizes import Pieces
 
 # What each model has spent in this process: a second run must not forget it.
 SPENT: weakref.WeakKeyDictionary[nn.Module, History] = weakref.WeakKeyDictionary()
@@ -64,14 +65,12 @@ class Run:
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, settings: Settings, engine: Engine,
-        source: Source, sampler: Any, samples: Samples, largest: int, width: int, before: History,
-        progress: bool | None,
+        source: Source, sampler: Any, samples: Samples, pieces: Pieces, before: History, progress: bool | None,
     ):  # fmt: skip
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.settings, self.engine, self.source = settings, engine, source
         self.parameters = checks.trainable(model)
-        self.loader = Loader(self, sampler, samples, largest, progress)
-        self.width = width  # pieces are filled up to a multiple of it, so that few sizes ever have to be measured
+        self.loader = Loader(self, sampler, samples, pieces, progress)
         self.before, self.own = before, ()
         self._known = SPENT.get(model)  # what was known of the model when this run was made, or has counted last
         self.lost, self.taken = 0, 0  # steps that a crash has lost; steps that this very object has taken
@@ -114,14 +113,13 @@ class Run:
 
     def step(self, batch: Batch) -> StepResult:
         """One step of the optimizer with a batch of `run.loader`: clip, sum, add noise, divide by batch_size, step."""
-        step = self._begin(batch)
+        step, buffers = self._begin(batch), checks.Buffers(self.model)
         for k, (samples, size) in enumerate(zip(batch.samples(), batch.sizes, strict=True), 1):
             filled = self._filled(size)
             piece = to_device(self.loader.samples.batch(samples, filled), self.device)
-            buffers = checks.Buffers(self.model)
             answer, losses = self.engine.answer(piece, size, filled)
-            buffers.check()
             step.gathered.add(answer, losses, size, last=k == len(batch.sizes))
+        buffers.check()
         result = self._finish(step)
         self.optimizer.step()
         return result
@@ -220,7 +218,7 @@ class Run:
     def _filled(self, size: int) -> int:
         if self.engine.pad_to is not None:
             return size  # the compiled graph fills its batches up itself
-        return min(self.loader.largest, -(-size // self.width) * self.width)
+        return self.loader.divided.filled(size)
 
     def _begin(self, batch: Any) -> _Open:
         if not isinstance(batch, Batch) or not batch.is_of(self.loader):
