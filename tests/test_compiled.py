@@ -341,6 +341,31 @@ def test_batches_are_filled_up_to_the_next_of_several_sizes():
         ask(torch.cat([x, x]), torch.cat([y, y]))
 
 
+def test_answers_that_are_trusted_are_doubted_later():
+    """A NaN is a doubt, which a call answers eagerly, and which `trusting` leaves for `doubted` to say, once."""
+    model = nn.Linear(d, 3)
+    ask = eachgrad.compile(model, losses, backend="aot_eager", grad=eachgrad.clipped_sum(0.5, nonfinite="zero"))
+    x, y = torch.randn(B, d), torch.randn(B)
+    spoilt = x.clone()
+    spoilt[1] = float("nan")
+    for _ in range(8):
+        ask(x, y)
+    assert not ask.doubted()
+    for batches, wrong in (([x, x], False), ([spoilt], True), ([spoilt, x], True), ([x, spoilt], True), ([x], False)):
+        found = [ask.trusting(batch, y).grad["weight"].clone() for batch in batches]
+        for batch, grad in zip(batches, found, strict=True):
+            if batch is x:
+                torch.testing.assert_close(grad, ask.eager((x, y)).grad["weight"])
+        assert ask.doubted() == wrong
+        assert not ask.doubted()
+    assert_agree(ask(spoilt, y), ask.eager((spoilt, y)), 1e-10)
+    assert not ask.doubted()  # a call has said it by itself
+    ask.trusting(spoilt, y)
+    assert_agree(ask(x, y), ask.eager((x, y)), 1e-10)
+    assert ask.doubted()  # a call in between does not make it forgotten
+    assert ask.graphs[0].step
+
+
 def test_what_is_filled_up_by_chance_is_answered_eagerly():
     model = nn.Linear(d, 3)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import eachgrad
 from eachgrad import replay
 
 
@@ -196,3 +197,29 @@ def test_graphs_of_one_memory_share_it_until_all_are_gone(monkeypatch):
     run()
     run()
     assert asked[7] == (5, None, None)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("copies", [True, False])
+def test_sizes_in_turns_on_a_gpu(copies):
+    """Graphs that share their memory, replayed in any order; nothing of it is left when they are gone."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 2000), torch.nn.GELU(), torch.nn.Linear(2000, 300)).cuda()
+    losses = lambda model, x: model(x).square().mean((1, 2))  # noqa: E731
+    queries = {"grad": eachgrad.clipped_sum(1e-3), "norms": eachgrad.norms()}
+    ask = eachgrad.compile(model, losses, pad_to=(8, 16, 32), mode="reduce-overhead", copies=copies, **queries)
+    for n in (32, 3, 12, 8, 31, 16, 1) * 7:
+        x = torch.randn(n, 256, 300, device="cuda")
+        got, want = ask(x), ask.eager((x,))
+        torch.testing.assert_close(got.norms, want.norms, rtol=1e-4, atol=0)
+        for name, value in want.grad.items():
+            torch.testing.assert_close(got.grad[name], value, rtol=1e-3, atol=1e-4 * float(value.abs().max()))
+    assert not ask.reasons()
+    pools = {step.call.found.pool.id for graph in ask.graphs for step in graph.step.values() if step.call.found}
+    assert len(pools) == 1
+    (pool,) = pools
+    assert replay.taken(pool) >= replay.LARGE  # or one piece was not tried
+    del got
+    ask.release()
+    torch.cuda.empty_cache()
+    assert replay.taken(pool) == 0

@@ -22,6 +22,7 @@ from eachgrad import padding
 from eachgrad.queries import Accumulator, Answer, Query
 from eachgrad.receipt import call_loss
 from eachgrad.replay import Memory
+from eachgrad.step import Step
 from eachgrad.tape import record
 from eachgrad.traced import Given, Graph, NotCompiled
 
@@ -83,6 +84,9 @@ class Compiled:
         self._given: Given | None = None
         self._answer: Answer | None = None
         self._refused = ""  # why the compiler's front end does not take the model
+        self.trusts = False  # whether a step's answer is given before it is known to be right
+        self.unsettled: list[Step] = []  # those that have not been asked yet
+        self._doubted = False
         # A compiler around this one has nothing to see here.
         self._answered: Any = torch.compiler.disable(self._answer_for)
         front = _losses_of(model, loss_fn, weighted=pad_to is not None)
@@ -91,6 +95,26 @@ class Compiled:
     def __call__(self, *batch: Any) -> Answer:
         """The answers for this batch."""
         return self._answered(*batch)
+
+    def trusting(self, *batch: Any) -> Answer:
+        """As a call, but nothing waits for the device: whether the answer is right is for `doubted` to say."""
+        self.trusts = True
+        try:
+            return self._answered(*batch)
+        finally:
+            self.trusts = False
+
+    def doubted(self) -> bool:
+        """Whether an answer of `trusting` since the last time may be wrong: a call gives the right one."""
+        self.settle()
+        found, self._doubted = self._doubted, False
+        return found
+
+    def settle(self) -> None:
+        """Hear of the steps that are still at work whether they have a doubt."""
+        for step in self.unsettled:
+            self._doubted = step.has_doubt() or self._doubted
+        self.unsettled.clear()
 
     def _answer_for(self, *batch: Any) -> Answer:
         if self._refused:

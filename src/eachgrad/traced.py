@@ -109,6 +109,7 @@ class Graph:
         due = self.calls & (self.calls - 1) == 0
         found = None if due or self.plan is None else self._run_step(args)
         if found is None:
+            self.owner.settle()
             self.owner.release()  # eagerly it takes more memory
             drawn = _generators()
             answer = self.owner.eager(given.batch)
@@ -159,6 +160,7 @@ class Graph:
         known = key in self.step
         try:
             step = self.step[key] if known else self._compiled(args)
+            self.owner.settle()  # of one that runs again the flag would be lost
             found = step.run(args)
         except torch.OutOfMemoryError:
             if known:
@@ -172,6 +174,9 @@ class Graph:
             return None
         self.step[key] = step
         self.fresh = self.fresh or not known
+        if self.owner.trusts and not self.fresh:
+            self.owner.unsettled.append(step)
+            return found
         return None if step.has_doubt() else found
 
     def _measure(self, args: tuple, given: Given, B: int, fixed: Tensor | None) -> None:

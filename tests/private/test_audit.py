@@ -20,6 +20,7 @@ from eachgrad.private import Adaptive, PerGroup, PrivacyError, Run, clipping, ma
 from eachgrad.private import run as runs
 from eachgrad.private.audit import Audit, audit
 from eachgrad.private.audit_canaries import Scores, places, planted
+from eachgrad.private.gathering import Engine
 
 
 @pytest.fixture(autouse=True)
@@ -308,3 +309,14 @@ def test_a_run_with_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(PrivacyError, match=r"is saved to .*run\.pt"):
         audit(run, seed=0)
     run.close()
+
+
+def test_no_answer_is_trusted_while_canaries_are_scored(monkeypatch):
+    """A step that is computed a second time would count twice in the scores."""
+    run = mlp()
+    seen, trust = [], Engine.trust
+    monkeypatch.setattr(Engine, "trust", lambda self: (seen.append(self.trusts), trust(self))[1])
+    audit(run, canaries=600, seed=1)
+    assert seen
+    assert not any(seen)
+    assert run.engine.trusts

@@ -79,7 +79,9 @@ def test_sixteen_samples_by_two_and_three_sizes():
     assert [round(c, 2) for c in costs] == [1.29, 1.14, 1.10]
 
 
-@pytest.mark.parametrize("found", [Pieces((8,)), Pieces((8, 11), price=0.5), Pieces((8, 24, 512), unit=8, price=15.0)], ids=str)
+@pytest.mark.parametrize(
+    "found", [Pieces((8,)), Pieces((8, 11), price=0.5), Pieces((8, 24, 512), unit=8, price=15.0)], ids=str
+)
 def test_every_sample_is_in_one_piece(found):
     for samples in range(3 * found.largest):
         sizes = found.split(samples)

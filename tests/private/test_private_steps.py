@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from private_runs import (
@@ -25,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from eachgrad import CaptureError
 from eachgrad.private import Adaptive, Batch, Flat, Normalised, PerGroup
 from eachgrad.private.gathering import Engine
+from eachgrad.private.sampling import Samples
 from oracle import assert_same
 
 BOUND = 1.2  # among the norms of the samples
@@ -105,7 +108,7 @@ def test_by_hand_in_pieces_and_at_once_are_the_same():
 def test_samples_that_fill_a_piece_up_add_nothing():
     """Sizes are rounded up with copies of a sample, so that few sizes occur."""
     runs = [make(generator=fixed(), max_physical_batch=20) for _ in range(2)]
-    runs[1].width = 8
+    runs[1].loader.divided = replace(runs[1].loader.divided, width=8)
     for run in runs:
         train(run)
     assert runs[0].totals() == runs[1].totals()
@@ -274,6 +277,52 @@ def test_a_sample_that_is_not_finite_adds_nothing_and_is_counted(value, pieces):
     whole = make(other, TensorDataset(x[keep], y[keep]), loss_fn=squares, batch_size=N - 1, noise_multiplier=0.0)
     whole.step(next(iter(whole.loader)))
     assert_same(gradients(run), {n: g * (N - 1) / N for n, g in gradients(whole).items()}, 1e-5)
+
+
+@pytest.mark.parametrize("graphs", [1, 2])
+def test_a_doubt_about_one_piece_is_a_step_of_its_own(graphs, monkeypatch):
+    """The pieces of a compiled step are answered before it is known that all is right; what is not, is computed again."""
+    again = []
+    monkeypatch.setattr(Samples, "again", lambda self, index, f=Samples.again: again.append(index) or f(self, index))
+    options = {"dataset": spoilt(float("nan")), "steps": 14, "batch_size": 12}
+    runs = []
+    for more in ({}, {"compile": True, "graphs": graphs, "max_physical_batch": 9}):
+        run = make(nn.Linear(WIDTH, 2), generator=fixed(), **options, **more)
+        with torch.no_grad():
+            for p in run.model.parameters():
+                p.copy_(torch.arange(p.numel()).view(p.shape) / 10)
+        seen = []
+        for batch in run.loader:
+            seen.append((run.step(batch).nonfinite, batch.indices))
+        runs.append((run, seen))
+    (eager, want), (compiled, got) = runs
+    assert [n for n, _ in got] == [n for n, _ in want]
+    assert 0 < sum(n for n, _ in got) < len(got)
+    assert_same(dict(compiled.model.named_parameters()), dict(eager.model.named_parameters()), 1e-5)
+    assert compiled.totals() == eager.totals()
+    # From the fourth step on nothing is measured but now and then, and the sample is in one piece of a step.
+    late = [indices for n, indices in got[6:] if n]
+    assert late
+    assert all(piece in again for indices in late for piece in indices)
+    assert len(again) < sum(len(indices) for _, indices in got)
+
+
+def test_a_step_that_failed_leaves_no_doubt_behind():
+    run = make(
+        nn.Linear(WIDTH, 2), spoilt(float("nan")), batch_size=12, compile=True, graphs=1, steps=40, nonfinite="raise"
+    )
+    failed = 0
+    for _ in range(12):
+        batch = next(iter(run.loader))
+        if any(7 in piece for piece in batch.indices):
+            with pytest.raises(CaptureError, match="NaN or infinite"):
+                run.step(batch)
+            failed += 1
+        else:
+            run.step(batch)
+            assert not run.engine.ask.doubted()
+    assert 0 < failed < 12
+    assert run.spent == 12 - failed
 
 
 def test_a_sample_that_is_not_finite_can_be_an_error():

@@ -218,10 +218,12 @@ def planted(run: Any, scores: Scores, members: Sequence[int], norm: float) -> It
     samples, n, loss_fn = loader.samples, loader.sampler.n, engine.loss_fn
     engine.loss_fn, engine.answer = canary_loss(run, scores.where, norm), watched(engine.answer, scores)
     loader.samples, loader.sampler.n = Planted(samples, members), n + len(members)
+    trusts, engine.trusts = engine.trusts, False  # what is asked twice counts twice in the scores
     try:
         yield
     finally:
         del engine.answer  # the class has it
+        engine.trusts = trusts
         engine.loss_fn, engine.ask = loss_fn, None
         loader.samples, loader.sampler.n = samples, n
         loader.forget()

@@ -30,6 +30,8 @@ class Engine:
         self.model, self.loss_fn, self.rule = model, loss_fn, rule
         self.nonfinite, self.options, self.pad_to = nonfinite, options, pad_to
         self.ask: Any = None
+        self.trusts = True  # whether a step's pieces may be answered before it is known that all is right
+        self._trusting = False
         self._sent: tuple[float, Tensor] | None = None
 
     def record(self) -> eachgrad.Tape:
@@ -42,7 +44,7 @@ class Engine:
             raise ValueError("run.step computes the losses itself: pass loss_fn to make_private, or go by hand")
         if self.ask is not None:
             self._check_size(args, filled)
-            found = self.ask(*args, self._unit())
+            found = (self.ask.trusting if self._trusting else self.ask)(*args, self._unit())
             check_count(found.losses, filled)
             return found, found.losses * self._unit()
         with self.record() as tape, _as_one_argument(batch):
@@ -53,6 +55,16 @@ class Engine:
         if self.pad_to is not None:  # what is wrong with the losses was said in plain words by the first piece
             self.ask = self._compile()
         return answer, losses.detach()
+
+    def trust(self) -> None:
+        """From here on compiled answers are taken for right until `doubted` is asked: the device goes on meanwhile."""
+        self.doubted()  # what a step that failed has left
+        self._trusting = self.trusts
+
+    def doubted(self) -> bool:
+        """Whether one of the answers since `trust` may be wrong; from here on none is."""
+        self._trusting = False
+        return self.ask is not None and self.ask.doubted()
 
     def answer_by(self, tape: eachgrad.Tape, losses: Tensor) -> Any:
         """The answers for losses that were recorded."""

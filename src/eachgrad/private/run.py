@@ -114,15 +114,24 @@ class Run:
     def step(self, batch: Batch) -> StepResult:
         """One step of the optimizer with a batch of `run.loader`: clip, sum, add noise, divide by batch_size, step."""
         step, buffers = self._begin(batch), checks.Buffers(self.model)
-        for k, (samples, size) in enumerate(zip(batch.samples(), batch.sizes, strict=True), 1):
-            filled = self._filled(size)
-            piece = to_device(self.loader.samples.batch(samples, filled), self.device)
-            answer, losses = self.engine.answer(piece, size, filled)
-            step.gathered.add(answer, losses, size, last=k == len(batch.sizes))
+        self.engine.trust()
+        self._gather(step, batch.samples())
+        if self.engine.doubted():  # a sample that is not finite, or a norm that cancels: once more, one after another
+            step.gathered = Gathered(self.rule)
+            self._gather(step, map(self.loader.samples.again, batch.indices))
         buffers.check()
         result = self._finish(step)
         self.optimizer.step()
         return result
+
+    def _gather(self, step: _Open, pieces: Iterator[list[Any]]) -> None:
+        """Answer all pieces of a batch."""
+        sizes = step.batch.sizes
+        for k, (samples, size) in enumerate(zip(pieces, sizes, strict=True), 1):
+            filled = self._filled(size)
+            piece = to_device(self.loader.samples.batch(samples, filled), self.device)
+            answer, losses = self.engine.answer(piece, size, filled)
+            step.gathered.add(answer, losses, size, last=k == len(sizes))
 
     def record(self) -> Tape:
         """The context for the forward of one physical batch by hand; `run.backward(losses)` follows it."""
