@@ -15,7 +15,19 @@ from eachgrad.kernels.squares_and_mean import squares_and_mean
 from interpreter import assert_as_in_float64
 from oracle import assert_same, rows
 
-SHAPES = [(1, 1), (3, 7), (17, 5, 3), (2, 1024), (16, 1025), (33, 40, 70), (4, 5000), (8, 3000), (5, 3, 0), (0, 4), (4,)]
+SHAPES = [
+    (1, 1),
+    (3, 7),
+    (17, 5, 3),
+    (2, 1024),
+    (16, 1025),
+    (33, 40, 70),
+    (4, 5000),
+    (8, 3000),
+    (5, 3, 0),
+    (0, 4),
+    (4,),
+]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -57,7 +57,6 @@ def _turned(graph: Graph, node: Node, made: dict[Node, Node]) -> Node:
         with graph.inserting_after(node):
             options: Any = {"memory_format": torch.channels_last}
             copy = made[node] = graph.call_function(aten.clone.default, (node,), options)
-        copy.meta["stride"] = node.meta.get("stride")  # as it lay, for those who care
         # Or both would be kept: the one for convolutions, the other for the backward of a ReLU.
         node.replace_all_uses_with(copy, lambda user: user is not copy and _is_pointwise(user))
     return made[node]

@@ -6,6 +6,7 @@ were already. The compiler does not know these as one, and computes statistics o
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any, cast
 
@@ -187,25 +188,28 @@ def narrower(graph: Graph, node: Node) -> Node | None:
 def narrow_signs(graph: Graph) -> int:
     """Let a ReLU's backward see which numbers are positive in a copy in bfloat16 that is read later on; how many.
 
-    The ReLU's float32 is not kept for that then. Below 2^-134 a number is zero in the copy, and passes no gradient: far
-    less than the rounding of what it was added up from.
+    The ReLU's float32 is not kept for that then. Up to 2^-134 a number is zero in the copy, and passes no gradient: far less
+    than the rounding of what it was added up from.
     """
     found = 0
     for node in graph.nodes:
-        source: Any = node.args[1] if node.target is aten.threshold_backward.default and node.args[2] == 0 else None
-        if source is None or source.meta["val"].dtype != torch.float32:
+        if node.target is not aten.threshold_backward.default or node.args[2] != 0:
+            continue
+        g, source = cast(tuple[Node, Node], node.args[:2])
+        if {g.meta["val"].dtype, source.meta["val"].dtype} != {torch.float32}:  # or what comes out would be another
             continue
         for copy in source.users:
             rounded = copy.target is aten._to_copy.default and copy.meta["val"].dtype == torch.bfloat16
-            if rounded and copy < node and any(user > node for user in copy.users) and _device(copy) == _device(source):
+            if rounded and copy < node and any(user > node for user in copy.users) and _lies_alike(copy, source):
                 node.replace_input_with(source, copy)
                 found += 1
                 break
     return found
 
 
-def _device(node: Node) -> torch.device:
-    return node.meta["val"].device
+def _lies_alike(a: Node, b: Node) -> bool:
+    """Whether what is computed from one lies as if it were computed from the other."""
+    return a.meta["val"].device == b.meta["val"].device and a.meta["val"].stride() == b.meta["val"].stride()
 
 
 # Ops that draw which torch's own search for equal nodes knows as such.
@@ -216,11 +220,15 @@ _KNOWN = {
 
 
 def may_differ(graph: Graph) -> bool:
-    """Whether two nodes with one op and the same arguments may be two numbers: it draws, or nobody knows what it does."""
+    """Whether two nodes with one op and equal arguments may be two numbers: it draws, or nobody knows what it does."""
     return any(_may_differ(node) for node in graph.nodes if node.op == "call_function")
 
 
 def _may_differ(node: Node) -> bool:
+    if any(
+        isinstance(a, float) and a == 0.0 and math.copysign(1.0, a) < 0 for a in tree_leaves((node.args, node.kwargs))
+    ):
+        return True  # -0.0 is equal to 0.0
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     if node.target.namespace not in ("aten", "prims", "eachgrad"):
