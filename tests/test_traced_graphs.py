@@ -67,7 +67,12 @@ def writing(x: Tensor) -> tuple[Tensor, ...]:
     whole = x.round().to(torch.int64).mul_(2)
     parts = x * 5
     parts.split(1)[0].neg_()  # of memory that is read afterwards
-    return alone, seen + seen, row, whole, parts + 1, x.t().sin_()
+    chain = (x @ x).view(9)[1:].view(2, 4).t().relu_().mul_(2.0)  # views of what is there for them alone
+    both = x * 6
+    first, second = both.view(9), both.t()
+    first.exp_()  # of two views of one
+    twice = (x * 7).as_strided((2, 3), (1, 1)).clone().add_(1.0)
+    return alone, seen + seen, row, whole, parts + 1, chain, second + 1, twice, x.t().sin_()
 
 
 def test_what_is_written_for_one_reader_is_made_for_it():
@@ -75,15 +80,54 @@ def test_what_is_written_for_one_reader_is_made_for_it():
     x = torch.randn(3, 3, dtype=torch.float64)
     want = writing(x.clone())
     written = [node.target for node in traced.graph.nodes if changes(node)]
-    assert write_apart(traced.graph) >= 3
+    assert write_apart(traced.graph) >= 5
     left = [node.target for node in traced.graph.nodes if changes(node)]
-    assert {aten.sin_.default, aten.neg_.default} <= set(left)  # into what was given, and into a part
+    # Into what was given, into a part, and into one of two views.
+    assert {aten.sin_.default, aten.neg_.default, aten.exp_.default} <= set(left)
+    assert not {aten.relu_.default, aten.mul_.Tensor} & set(left)
     assert len(left) < len(written)
     traced.recompile()
     given = x.clone()
     for a, b in zip(traced(given), want, strict=True):
         assert torch.equal(a, b)
     assert torch.equal(given, x.sin())
+
+
+def test_numbers_that_lie_twice_are_written_as_they_were():
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        return ((x * 7).as_strided((2, 3), (3, 1)).add_(1.0),)
+
+    traced = make_fx(run, tracing_mode="fake")(torch.randn(3, 3))
+    assert write_apart(traced.graph) == 0
+
+
+@pytest.mark.parametrize("recompute", [0.0, 1.0])
+def test_relus_in_place_leave_a_graph_that_can_be_put_in_order(monkeypatch, recompute):
+    """Directly after a convolution or a matrix, whose outputs are views."""
+    graphs, order = [], step.soon
+    monkeypatch.setattr(step, "takes_any_layout", lambda backend: True)
+    monkeypatch.setattr(step, "soon", lambda graph, turn: (graphs.append(graph), order(graph, turn))[1])
+    torch.manual_seed(0)
+    layers = (
+        nn.Conv2d(3, 4, 3),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(64, 7),
+        nn.ReLU(inplace=True),
+        nn.Linear(7, 5),
+    )
+    model, y = nn.Sequential(*layers).double(), torch.randint(5, (5,))
+    loss = lambda out, y: nn.functional.cross_entropy(out, y, reduction="none")  # noqa: E731
+    queries = {"norms": eachgrad.norms(), "clipped": eachgrad.clipped_sum(0.1)}
+    ask = eachgrad.compile(model, loss, backend="aot_eager", recompute=recompute, **queries)
+    for _ in range(3):
+        x = torch.randn(5, 3, 6, 6, dtype=torch.float64)
+        got, want = ask(x, y), ask.eager((x, y))
+        torch.testing.assert_close(got.norms, want.norms, rtol=1e-12, atol=0)
+        torch.testing.assert_close(got.clipped, want.clipped, rtol=1e-10, atol=1e-12)
+    assert graphs
+    assert not any(changes(node) for graph in graphs for node in graph.nodes)
+    assert not ask.reasons()
 
 
 def test_ops_of_the_same_name_are_not_the_same(monkeypatch):

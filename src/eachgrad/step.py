@@ -85,8 +85,9 @@ def compiled(
             recompute(traced.graph, turn_of(traced.graph), share=share)
             traced.graph = laid_out(traced)
             soon(traced.graph, turn_of(traced.graph))
-        traced.recompile()
-    step: Any = torch.compile(_Traced(traced, held), fullgraph=True, dynamic=False, **in_order(options))
+            options = in_order(options)
+    traced.recompile()
+    step: Any = torch.compile(_Traced(traced, held), fullgraph=True, dynamic=False, **options)
 
     def call(args: Sequence[Any]) -> tuple[Tensor, ...]:
         return step([a for k, a in enumerate(args) if k not in held])

@@ -35,6 +35,7 @@ def write_apart(graph: Graph) -> int:
     A norm of torch adds its epsilon so, and a graph that writes is left as it is by all that comes after this.
     """
     found, seen = 0, Counter()
+    graph.eliminate_dead_code()  # a view that nobody reads is no reader
     for node in graph.nodes:
         other = _out_of_place(node, seen) if node.op == "call_function" and changes(node) else None
         if other is not None:
@@ -53,10 +54,15 @@ def _memory(node: Node) -> list[int]:
 def _out_of_place(node: Node, seen: Counter[int]) -> tuple[Any, Tensor] | None:
     """The op that returns what this one writes into its first argument, a tensor made for it alone, and the result."""
     given, target = node.args[0] if node.args else None, cast(Any, node.target)
-    if not isinstance(given, Node) or given.op != "call_function" or list(given.users) != [node]:
+    if not isinstance(given, Node) or _written(node) != [given]:
         return None
-    # A view, or one of several parts, has its memory from a node before.
-    if _written(node) != [given] or [seen[place] for place in _memory(given)] != [1]:
+    # It may be a view, of what is there for that view alone; one of several parts shares its memory with the others.
+    reader, made_by, views = node, given, 1
+    while list(made_by.users) == [reader] and (source := _viewed(made_by)) is not None:
+        if made_by.target is aten.as_strided.default:  # numbers may lie in it twice
+            return None
+        reader, made_by, views = made_by, source, views + 1
+    if made_by.op != "call_function" or list(made_by.users) != [reader] or [*map(seen.get, _memory(given))] != [views]:
         return None
     other = getattr(getattr(aten, target._opname.removesuffix("_"), None), target._overloadname, None)
     # A user's op is not torch's of that name, and neither are some of torch's own: pow_ of a number is pow by one.
