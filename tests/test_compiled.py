@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations
 import eachgrad
 from cases import Net
 from eachgrad import step
+from eachgrad.kernels.signals import Slot
 from oracle import assert_same
 
 pytestmark = [
@@ -361,9 +362,40 @@ def test_answers_that_are_trusted_are_doubted_later():
     assert_agree(ask(spoilt, y), ask.eager((spoilt, y)), 1e-10)
     assert not ask.doubted()  # a call has said it by itself
     ask.trusting(spoilt, y)
+    assert_agree(ask.again(spoilt, y), ask.eager((spoilt, y)), 1e-10)
     assert_agree(ask(x, y), ask.eager((x, y)), 1e-10)
     assert ask.doubted()  # a call in between does not make it forgotten
     assert ask.graphs[0].step
+
+
+@pytest.mark.parametrize("way", ["call", "trusting"])
+def test_a_flag_that_comes_late_is_not_the_next_steps(way, monkeypatch):
+    """As on a GPU, where a wait was interrupted: the device writes the flag when it has come so far."""
+    late, interrupts, wait = [], [], Slot.wait
+    monkeypatch.setattr(Slot, "write", lambda self, flag: late.append((self, int(flag) + 1)))
+
+    def waiting(slot):
+        if interrupts:
+            raise interrupts.pop()
+        while slot._seen[0] == 0 and late:
+            other, value = late.pop(0)
+            other._seen[0] = value
+        return wait(slot)
+
+    monkeypatch.setattr(Slot, "wait", waiting)
+    model = nn.Linear(d, 3)
+    ask = eachgrad.compile(model, losses, backend="aot_eager", grad=eachgrad.clipped_sum(0.5, nonfinite="zero"))
+    x, y = torch.randn(B, d), torch.randn(B)
+    spoilt = x.clone()
+    spoilt[1] = float("nan")
+    for _ in range(9):
+        ask(x, y)
+    assert ask.graphs[0].step
+    interrupts.append(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        (ask if way == "call" else lambda *batch: (ask.trusting(*batch), ask.doubted()))(x, y)
+    assert not interrupts
+    assert_agree(ask(spoilt, y), ask.eager((spoilt, y)), 1e-10)
 
 
 def test_what_is_filled_up_by_chance_is_answered_eagerly():

@@ -105,10 +105,15 @@ class Compiled:
             self.trusts = False
 
     def doubted(self) -> bool:
-        """Whether an answer of `trusting` since the last time may be wrong: a call gives the right one."""
+        """Whether an answer of `trusting` since the last time may be wrong: `again` gives the right one."""
         self.settle()
         found, self._doubted = self._doubted, False
         return found
+
+    def again(self, *batch: Any) -> Answer:
+        """The answer for a batch whose compiled one is in doubt: the eager one."""
+        self.release()  # eagerly it takes more memory
+        return self.eager(batch)
 
     def settle(self) -> None:
         """Hear of the steps that are still at work whether they have a doubt."""

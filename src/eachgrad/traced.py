@@ -174,10 +174,12 @@ class Graph:
             return None
         self.step[key] = step
         self.fresh = self.fresh or not known
+        self.owner.unsettled.append(step)  # also while it is waited for: what is interrupted comes late
         if self.owner.trusts and not self.fresh:
-            self.owner.unsettled.append(step)
             return found
-        return None if step.has_doubt() else found
+        doubt = step.has_doubt()
+        self.owner.unsettled.remove(step)
+        return None if doubt else found
 
     def _measure(self, args: tuple, given: Given, B: int, fixed: Tensor | None) -> None:
         """Find out where the samples lie in this graph, or why it cannot be compiled.

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import eachgrad
+from eachgrad.compiled import Compiled
 from eachgrad.private import Adaptive, PerGroup, PrivacyError, Run, clipping, make_private
 from eachgrad.private import run as runs
 from eachgrad.private.audit import Audit, audit
 from eachgrad.private.audit_canaries import Scores, places, planted
-from eachgrad.private.gathering import Engine
 
 
 @pytest.fixture(autouse=True)
@@ -311,12 +311,36 @@ def test_a_run_with_a_checkpoint_is_refused(tmp_path):
     run.close()
 
 
+@pytest.mark.usefixtures("_graphs_without_kernels")
 def test_no_answer_is_trusted_while_canaries_are_scored(monkeypatch):
-    """A step that is computed a second time would count twice in the scores."""
-    run = mlp()
-    seen, trust = [], Engine.trust
-    monkeypatch.setattr(Engine, "trust", lambda self: (seen.append(self.trusts), trust(self))[1])
+    """The scores take an answer for right as soon as it is there."""
+    trusted = []
+    monkeypatch.setattr(Compiled, "trusting", lambda self, *batch: trusted.append(self) or self(*batch))
+    run = mlp(compile=True)
     audit(run, canaries=600, seed=1)
-    assert seen
-    assert not any(seen)
+    assert not trusted
     assert run.engine.trusts
+
+
+@pytest.mark.usefixtures("_graphs_without_kernels")
+def test_a_graph_that_a_failed_step_has_left_is_not_audited(monkeypatch):
+    """It would have the loss without the canaries, and nothing would be found."""
+
+    def loss(model, *args):
+        return losses_of(model(args[0]), args[1])
+
+    run = mlp(compile=True, loss_fn=loss)
+    answer = run.engine.answer
+
+    def interrupted(*args):
+        answer(*args)
+        raise KeyboardInterrupt
+
+    run.engine.answer = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        run.step(next(iter(run.loader)))
+    del run.engine.answer
+    assert run.engine.ask is not None
+    assert not run.spent
+    scale_noise(monkeypatch, 0.0)
+    assert audit(run, canaries=600, seed=1).violated

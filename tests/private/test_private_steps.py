@@ -25,9 +25,9 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from eachgrad import CaptureError
+from eachgrad.compiled import Compiled
 from eachgrad.private import Adaptive, Batch, Flat, Normalised, PerGroup
 from eachgrad.private.gathering import Engine
-from eachgrad.private.sampling import Samples
 from oracle import assert_same
 
 BOUND = 1.2  # among the norms of the samples
@@ -279,50 +279,63 @@ def test_a_sample_that_is_not_finite_adds_nothing_and_is_counted(value, pieces):
     assert_same(gradients(run), {n: g * (N - 1) / N for n, g in gradients(whole).items()}, 1e-5)
 
 
+class Counted(Dataset):
+    """The samples of a table, and how often each was fetched."""
+
+    def __init__(self, data: TensorDataset):
+        self.data, self.fetched = data, torch.zeros(len(data))
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, i: int):
+        self.fetched[i] += 1
+        return self.data[i]
+
+
 @pytest.mark.parametrize("graphs", [1, 2])
-def test_a_doubt_about_one_piece_is_a_step_of_its_own(graphs, monkeypatch):
-    """The pieces of a compiled step are answered before it is known that all is right; what is not, is computed again."""
-    again = []
-    monkeypatch.setattr(Samples, "again", lambda self, index, f=Samples.again: again.append(index) or f(self, index))
-    options = {"dataset": spoilt(float("nan")), "steps": 14, "batch_size": 12}
+def test_a_piece_in_doubt_is_answered_again_and_no_sample_is_fetched_twice(graphs, monkeypatch):
+    """Or a sample that is not finite would draw the others' augmentation again, and decide over who else is left out."""
+    again, answer = [], Compiled.again
+    monkeypatch.setattr(Compiled, "again", lambda self, *batch: (again.append(len(batch[0])), answer(self, *batch))[1])
     runs = []
     for more in ({}, {"compile": True, "graphs": graphs, "max_physical_batch": 9}):
-        run = make(nn.Linear(WIDTH, 2), generator=fixed(), **options, **more)
+        data = Counted(spoilt(float("nan")))
+        run = make(nn.Linear(WIDTH, 2), data, generator=fixed(), steps=14, **more)
         with torch.no_grad():
             for p in run.model.parameters():
                 p.copy_(torch.arange(p.numel()).view(p.shape) / 10)
-        seen = []
+        seen, drawn = [], 0
         for batch in run.loader:
-            seen.append((run.step(batch).nonfinite, batch.indices))
+            drawn += len(batch)
+            seen.append(run.step(batch).nonfinite)
+        assert data.fetched.sum() == drawn
         runs.append((run, seen))
     (eager, want), (compiled, got) = runs
-    assert [n for n, _ in got] == [n for n, _ in want]
-    assert 0 < sum(n for n, _ in got) < len(got)
+    assert got == want
+    assert 0 < sum(got) < len(got)
     assert_same(dict(compiled.model.named_parameters()), dict(eager.model.named_parameters()), 1e-5)
     assert compiled.totals() == eager.totals()
-    # From the fourth step on nothing is measured but now and then, and the sample is in one piece of a step.
-    late = [indices for n, indices in got[6:] if n]
-    assert late
-    assert all(piece in again for indices in late for piece in indices)
-    assert len(again) < sum(len(indices) for _, indices in got)
+    assert 0 < len(again) <= sum(got)  # that piece alone; where the samples lie was measured, it was eager anyway
 
 
 def test_a_step_that_failed_leaves_no_doubt_behind():
-    run = make(
-        nn.Linear(WIDTH, 2), spoilt(float("nan")), batch_size=12, compile=True, graphs=1, steps=40, nonfinite="raise"
-    )
+    data = spoilt(float("nan"))
+    run = make(nn.Linear(WIDTH, 2), data, compile=True, graphs=1, steps=40, nonfinite="raise", generator=fixed())
     failed = 0
-    for _ in range(12):
+    for _ in range(20):
         batch = next(iter(run.loader))
-        if any(7 in piece for piece in batch.indices):
+        drawn = [i for piece in batch._pieces for i in piece]
+        if 7 in drawn:
             with pytest.raises(CaptureError, match="NaN or infinite"):
                 run.step(batch)
             failed += 1
+            assert run.model.weight.grad is None
         else:
             run.step(batch)
             assert not run.engine.ask.doubted()
-    assert 0 < failed < 12
-    assert run.spent == 12 - failed
+    assert 0 < failed < 20
+    assert run.spent == 20 - failed
 
 
 def test_a_sample_that_is_not_finite_can_be_an_error():

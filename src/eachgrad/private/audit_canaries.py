@@ -218,7 +218,8 @@ def planted(run: Any, scores: Scores, members: Sequence[int], norm: float) -> It
     samples, n, loss_fn = loader.samples, loader.sampler.n, engine.loss_fn
     engine.loss_fn, engine.answer = canary_loss(run, scores.where, norm), watched(engine.answer, scores)
     loader.samples, loader.sampler.n = Planted(samples, members), n + len(members)
-    trusts, engine.trusts = engine.trusts, False  # what is asked twice counts twice in the scores
+    engine.ask = None  # a graph that is there, from a step that failed, has the loss without canaries
+    trusts, engine.trusts = engine.trusts, False  # the scores take an answer for right
     try:
         yield
     finally:

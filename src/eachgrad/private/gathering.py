@@ -30,23 +30,23 @@ class Engine:
         self.model, self.loss_fn, self.rule = model, loss_fn, rule
         self.nonfinite, self.options, self.pad_to = nonfinite, options, pad_to
         self.ask: Any = None
-        self.trusts = True  # whether a step's pieces may be answered before it is known that all is right
-        self._trusting = False
+        self.trusts = True  # whether a compiled answer is given before it is known to be right
         self._sent: tuple[float, Tensor] | None = None
 
     def record(self) -> eachgrad.Tape:
         return eachgrad.record(self.model, **self.options)
 
     def answer(self, batch: Any, samples: int, filled: int) -> tuple[Any, Tensor]:
-        """The answers for one piece, and its losses: after the first `samples` it is filled up with copies."""
+        """The answers for one piece, and its losses: after the first `samples` it is filled up with copies.
+
+        They are for `settled` to accept.
+        """
         args = arguments(batch)
         if self.loss_fn is None:
             raise ValueError("run.step computes the losses itself: pass loss_fn to make_private, or go by hand")
         if self.ask is not None:
             self._check_size(args, filled)
-            found = (self.ask.trusting if self._trusting else self.ask)(*args, self._unit())
-            check_count(found.losses, filled)
-            return found, found.losses * self._unit()
+            return self._compiled(self.ask.trusting if self.trusts else self.ask, args, filled)
         with self.record() as tape, _as_one_argument(batch):
             losses = call_loss(self.model, self.loss_fn, args)
         check_count(losses, filled)
@@ -56,15 +56,16 @@ class Engine:
             self.ask = self._compile()
         return answer, losses.detach()
 
-    def trust(self) -> None:
-        """From here on compiled answers are taken for right until `doubted` is asked: the device goes on meanwhile."""
-        self.doubted()  # what a step that failed has left
-        self._trusting = self.trusts
+    def settled(self, answer: tuple[Any, Tensor], batch: Any, samples: int, filled: int) -> tuple[Any, Tensor]:
+        """The answer, or another one, by the eager code, if it turns out to be in doubt."""
+        if self.ask is None or not self.ask.doubted():
+            return answer
+        return self._compiled(self.ask.again, arguments(batch), filled)
 
-    def doubted(self) -> bool:
-        """Whether one of the answers since `trust` may be wrong; from here on none is."""
-        self._trusting = False
-        return self.ask is not None and self.ask.doubted()
+    def _compiled(self, ask: Callable[..., Any], args: list[Any], filled: int) -> tuple[Any, Tensor]:
+        found = ask(*args, self._unit())
+        check_count(found.losses, filled)
+        return found, found.losses * self._unit()
 
     def answer_by(self, tape: eachgrad.Tape, losses: Tensor) -> Any:
         """The answers for losses that were recorded."""

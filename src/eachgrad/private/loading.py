@@ -44,11 +44,6 @@ class Batch:
         """The number of samples in each physical batch."""
         return [len(piece) for piece in self._pieces]
 
-    @property
-    def indices(self) -> list[list[int]]:
-        """The numbers of the samples in each physical batch."""
-        return self._pieces
-
     def samples(self) -> Iterator[list[Any]]:
         """The samples of one physical batch after another, as the data set gives them."""
         for _ in self._pieces:

@@ -65,11 +65,10 @@ def make_private(
     `max_physical_batch` bounds what is computed at a time. `nonfinite` samples are left out ("zero") or an error ("raise").
     `compile` is for `eachgrad.compile`; None compiles on CUDA. What a step draws is computed in pieces of so many sizes,
     each with a graph of its own (`graphs`, 2 on CUDA and else 1): more of them fill up less and take longer to compile.
-    `generator` makes a run repeatable, for tests, and not
-    private. `secure` draws from a cryptographic generator. With `checkpoint` every step is noted in a journal beside that
-    file before it is taken; `resume` goes on from the file if it is there. `history` is what the same data has been used for
-    before: the `history` of another run. `scheduler` is saved and loaded with the run, and stepped by you. `batch_dim`,
-    `memory` and `fallback` are those of `eachgrad.record`.
+    `generator` makes a run repeatable, for tests, and not private. `secure` draws from a cryptographic generator. With
+    `checkpoint` every step is noted in a journal beside that file before it is taken; `resume` goes on from the file if it is
+    there. `history` is what the same data has been used for before: the `history` of another run. `scheduler` is saved and
+    loaded with the run, and stepped by you. `batch_dim`, `memory` and `fallback` are those of `eachgrad.record`.
     """
     checks.check_options(sampling, accountant, nonfinite, compile)
     checks.check_alone()

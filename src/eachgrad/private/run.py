@@ -114,24 +114,28 @@ class Run:
     def step(self, batch: Batch) -> StepResult:
         """One step of the optimizer with a batch of `run.loader`: clip, sum, add noise, divide by batch_size, step."""
         step, buffers = self._begin(batch), checks.Buffers(self.model)
-        self.engine.trust()
-        self._gather(step, batch.samples())
-        if self.engine.doubted():  # a sample that is not finite, or a norm that cancels: once more, one after another
-            step.gathered = Gathered(self.rule)
-            self._gather(step, map(self.loader.samples.again, batch.indices))
+        self._gather(step)
         buffers.check()
         result = self._finish(step)
         self.optimizer.step()
         return result
 
-    def _gather(self, step: _Open, pieces: Iterator[list[Any]]) -> None:
-        """Answer all pieces of a batch."""
-        sizes = step.batch.sizes
-        for k, (samples, size) in enumerate(zip(pieces, sizes, strict=True), 1):
+    def _gather(self, step: _Open) -> None:
+        """Answer all pieces of a batch.
+
+        While the device is at one, the next is fetched. What is in doubt is answered again from the same tensors: were it
+        fetched again, one sample would decide over the chances of the others, which no noise covers.
+        """
+        asked: tuple[Any, int, int] | None = None
+        answer: Any = None
+        for samples, size in zip(step.batch.samples(), step.batch.sizes, strict=True):
             filled = self._filled(size)
             piece = to_device(self.loader.samples.batch(samples, filled), self.device)
-            answer, losses = self.engine.answer(piece, size, filled)
-            step.gathered.add(answer, losses, size, last=k == len(sizes))
+            if asked is not None:
+                step.gathered.add(*self.engine.settled(answer, *asked), asked[1], last=False)
+            asked, answer = (piece, size, filled), self.engine.answer(piece, size, filled)
+        if asked is not None:
+            step.gathered.add(*self.engine.settled(answer, *asked), asked[1])
 
     def record(self) -> Tape:
         """The context for the forward of one physical batch by hand; `run.backward(losses)` follows it."""

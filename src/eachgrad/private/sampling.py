@@ -95,10 +95,6 @@ class Samples:
         index = torch.tensor(filled, pin_memory=any(t.is_cuda for t in self.tensors))
         return [t[index.to(t.device, non_blocking=True)] for t in self.tensors]
 
-    def again(self, index: list[int]) -> list[Any]:
-        """The samples of these numbers, fetched once more."""
-        return index if self.tensors is not None else self._taken(index)
-
     def _taken(self, index: Sequence[int]) -> list[Any]:
         many: Any = getattr(self.dataset, "__getitems__", None)
         return list(many(index)) if many is not None else [self.dataset[i] for i in index]

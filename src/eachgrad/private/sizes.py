@@ -28,7 +28,7 @@ class Pieces:
     width: int = 1  # without graphs: what a piece is filled up to a multiple of, so that few sizes have to be measured
     unit: int = 1  # what all sizes are multiples of, if there are several
     price: float = 0.0  # of a piece beside its samples, in samples
-    _known: dict[int, list[int]] = field(default_factory=dict, compare=False, repr=False)
+    _known: dict[int, list[int]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def largest(self) -> int:
