@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -178,8 +178,10 @@ class Replay:
             return
         self.own = [args[k].clone() for k in sorted(self.copied)]
         mine = dict(zip(sorted(self.copied), self.own, strict=True))
+        places = {t.device for t in tensors.values() if t.is_cuda}
         try:
-            self.found = self.memory.captured(self, self.call, [mine.get(k, a) for k, a in enumerate(args)])
+            with torch.cuda.device(places.pop()) if len(places) == 1 else nullcontext():
+                self.found = self.memory.captured(self, self.call, [mine.get(k, a) for k, a in enumerate(args)])
         except RuntimeError as error:
             self._release()
             self.reason = f"it cannot be captured: {str(error).partition(chr(10))[0]}"
