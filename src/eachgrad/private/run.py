@@ -129,7 +129,7 @@ class Run:
         asked: tuple[Any, int, int] | None = None
         answer: Any = None
         for samples, size in zip(step.batch.samples(), step.batch.sizes, strict=True):
-            filled = self._filled(size)
+            filled = self.loader.divided.filled(size)
             piece = to_device(self.loader.samples.batch(samples, filled), self.device)
             if asked is not None:
                 step.gathered.add(*self.engine.settled(answer, *asked), asked[1], last=False)
@@ -227,11 +227,6 @@ class Run:
         """Count steps as spent."""
         self.own = accounting.add(self.own, self.settings.spent(steps))
         SPENT[self.model] = self._known = self.history
-
-    def _filled(self, size: int) -> int:
-        if self.engine.pad_to is not None:
-            return size  # the compiled graph fills its batches up itself
-        return self.loader.divided.filled(size)
 
     def _begin(self, batch: Any) -> _Open:
         if not isinstance(batch, Batch) or not batch.is_of(self.loader):

@@ -35,7 +35,7 @@ class Pieces:
         return max(self.sizes)
 
     def filled(self, samples: int) -> int:
-        """What an eager piece of so many samples is filled up to."""
+        """What a piece of so many samples is filled up to; a graph does that by itself."""
         return min(self.largest, -(-samples // self.width) * self.width)
 
     def split(self, samples: int) -> list[int]:
