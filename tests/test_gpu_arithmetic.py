@@ -102,6 +102,17 @@ def test_norms_and_sums(name):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
+def test_means(name):
+    torch.manual_seed(0)
+    block = BLOCKS[name]()
+    want = gradients(block).mean(0)
+    got = block.mean(torch.ones(B) / B)
+    assert got.dtype == torch.float32
+    # Factors are not scaled, and so not rounded; where they are, 2^-9 of each term.
+    assert (got.double().flatten() - want).norm() <= 4e-3 * want.norm()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
 def test_no_sample_adds_more_than_the_bound(name):
     """Each sample alone, so that what is added is its own contribution; clipped to a thousandth of its norm and more."""
     torch.manual_seed(0)
