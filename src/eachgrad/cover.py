@@ -91,13 +91,18 @@ def _uncovered(recorder: Recorder, use: Use, source: Tensor | Carried, settled: 
     return direct
 
 
-def check_complete(recorder: Recorder, accepted: list[tuple[Use, set[int]]], roots: list[Tensor]) -> None:
+def check_complete(
+    recorder: Recorder, accepted: list[tuple[Use, set[int]]], roots: list[Tensor], leaves: list[Tensor] | None = None
+) -> None:
     """Every way from the loss to a parameter passes a use that was accepted, or the parameter is named.
 
-    `accepted`: each with the ids of the sources it counts for.
+    `accepted`: each with the ids of the sources it counts for. `leaves`: all that the roots reach, if that is known.
     """
     stops = {alias.grad_fn for use, _ in accepted for alias in use.aliases}
     through = {use.tap.node: _ways(use, wanted) for use, wanted in accepted if use.ways is not None}
+    # Where no parameter is reached at all, none is by a way of its own; a piece may have ways beside the graph.
+    if leaves is not None and not through and not any(id(v) in recorder.tensors.parameters for v in leaves):
+        return
     seen: set[Node] = set()
     stack: list[tuple[Node, Node]] = [(t.grad_fn, None) for t in roots if t.grad_fn is not None]
     while stack:

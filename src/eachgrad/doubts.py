@@ -7,7 +7,7 @@ sample that is not finite), the traced code goes on and notes a doubt; a step wi
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -67,10 +67,13 @@ def settle(through: list[Tensor]) -> list[Tensor]:
     return through if doubts is None else doubts.settle(through)
 
 
-def note(condition: Tensor) -> bool:
-    """Whether the code is being traced: then the doubt is noted, and nothing may be decided by its value."""
+def note(condition: Callable[[], Tensor]) -> bool:
+    """Whether the code is being traced: then the doubt is noted, and nothing may be decided by its value.
+
+    Where nothing is traced the condition is not computed.
+    """
     doubts = _current()
     if doubts is None:
         return False
-    doubts.noted.append(condition)
+    doubts.noted.append(condition())
     return True

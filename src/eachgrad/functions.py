@@ -47,17 +47,21 @@ class Place:
         return f"{self.line}, in module {path!r} ({kind})" if path else f"{self.line}, in the model ({kind})"
 
 
-_CALLS = {nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__}
+_CALL, _WRAPPED_CALL = nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__
 
 
 def call_site(root: Callable[[], nn.Module | None] = lambda: None) -> Place:
     """The innermost frame that is neither torch's nor ours, and the innermost module that is being called."""
     frame, line, module = sys._getframe(1), None, None
     while frame is not None and (line is None or module is None):
-        if module is None and frame.f_code in _CALLS:
+        code = frame.f_code
+        if module is None and (code is _CALL or code is _WRAPPED_CALL):
+            # The call around it has three locals to copy, and not fifteen.
+            if code is _CALL and frame.f_back is not None and frame.f_back.f_code is _WRAPPED_CALL:
+                frame = frame.f_back
             module = frame.f_locals["self"]
         elif line is None and not frame.f_globals.get("__name__", "").startswith(("torch.", "eachgrad.")):
-            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            line = f"{code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return Place(line or "an unknown place", module, root)
 

@@ -151,7 +151,8 @@ class Gradient:
     def kept(self) -> Gradient:
         """The same gradients, formed once for several queries in a row."""
         block = self.checked()
-        return replace(self, block=block and block.kept())
+        kept = block and block.kept()
+        return self if kept is block else replace(self, block=kept)  # what is known of them stays known
 
     def read_once(self) -> Gradient:
         """The same gradients for their norms and their mean together: formed for both where that takes little room."""

@@ -24,6 +24,15 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
+def tensors_of(args: tuple, kwargs: dict) -> list[Tensor]:
+    """Every tensor among the arguments of a call, as `tensors_in` finds them."""
+    found: list[Tensor] = []
+    _collect(args, found)
+    if kwargs:
+        _collect(kwargs.values(), found)
+    return found
+
+
 _PLAIN = {int, float, bool, str, type(None)}
 
 
@@ -55,6 +64,12 @@ def mapped(f: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def replace(value: Any, new: dict[int, Tensor]) -> Any:
+    """The value with each tensor of `new`, by id, in place of another."""
+    kind = type(value)
+    if kind is tuple or kind is list:  # `mapped` written out, with a look at what is plainly no tensor
+        return kind([item if type(item) in _PLAIN else replace(item, new) for item in value])
+    if isinstance(value, Tensor):
+        return new.get(id(value), value)
     return mapped(lambda t: new.get(id(t), t), value)
 
 
@@ -68,7 +83,9 @@ def graph_nodes(roots: list[Node]) -> Iterator[Node]:
             continue
         seen.add(node)
         yield node
-        stack.extend(below for below, _ in node.next_functions if below is not None)
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                stack.append(below)
 
 
 def edges_below(t: Tensor) -> set[tuple[Node, int]]:
@@ -121,14 +138,15 @@ def same(t: Tensor) -> Tensor:
 
 def own_history(out: Tensor) -> Tensor:
     """`out` again, as a tensor that may be changed in place without moving the tap."""
-    if _saves_its_result(type(out.grad_fn)):
+    if _saves_its_result(type(out.grad_fn), out.output_nr):
         return out.clone()  # its own op needs the values for its backward
     return same(out)
 
 
 @cache
-def _saves_its_result(node: type) -> bool:
-    return any(name.startswith("_saved_result") for name in dir(node))
+def _saves_its_result(node: type, output: int) -> bool:
+    # Of several results the number says which: a norm keeps its statistics, 1 and 2, and not its output, which is 0.
+    return any(hasattr(node, name) for name in ("_saved_result", f"_saved_result{output}"))
 
 
 def named_trainable(model: nn.Module) -> dict[str, nn.Parameter]:

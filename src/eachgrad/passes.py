@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from eachgrad import layout as lay
@@ -15,7 +17,7 @@ from eachgrad.capture import Recorder
 from eachgrad.errors import CaptureError
 from eachgrad.foreign import is_function
 from eachgrad.functions import opened
-from eachgrad.graph import graph_nodes
+from eachgrad.graph import Node, graph_nodes
 from eachgrad.use import Use
 
 Weights = list[Tensor]  # one cotangent per root
@@ -30,15 +32,20 @@ class Passes:
     def __init__(self, recorder: Recorder, roots: list[Tensor]):
         self.recorder = recorder
         self.nodes = list(graph_nodes([t.grad_fn for t in roots]))
-        recorder.tensors.find_functions(self.nodes)
+        written: list[Node] = [node for node in self.nodes if isinstance(node, BackwardCFunction)]  # in Python
+        recorder.tensors.find_functions(written)
         self.recorded = len(recorder.uses)
-        self.reentrant = any(node.name() == "CheckpointFunctionBackward" for node in self.nodes)
+        self.reentrant = any(node.name() == "CheckpointFunctionBackward" for node in written)
         self.leaves = [v for node in self.nodes if (v := getattr(node, "variable", None)) is not None]
+
+    @cached_property
+    def known(self) -> set[Node]:
+        """The nodes, to look one up."""
+        return set(self.nodes)
 
     def reached(self) -> list[bool]:
         """Whether each use's output takes part in the roots."""
-        nodes = set(self.nodes)
-        return [use.tap.node in nodes for use in self.recorder.uses]
+        return [use.tap.node in self.known for use in self.recorder.uses]
 
     def run(
         self, roots: list[Tensor], weights: Weights, keep: bool = True, create_graph: bool = False

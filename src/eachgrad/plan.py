@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -97,14 +97,19 @@ def product(B: int, T: int, p: int, d: int, item: int, device: str = "cpu") -> C
 
 def product_norms(B: int, T: int, p: int, d: int, item: int, device: str = "cpu") -> Route:
     """The cheapest way to |g[i]|^2."""
+    return _product_norms(B, T, p, d, item, strips(T, device), chunk(device))
+
+
+@lru_cache(maxsize=1024)  # numbers alone go in: every parameter is asked about at every step
+def _product_norms(B: int, T: int, p: int, d: int, item: int, strips: int, chunk: int) -> Route:
     if T == 1:
         return Route("product of norms", 0, 0, "T = 1")
     width = max(4, item)  # a Gram is never formed in less than float32
-    gram, direct = gram_flops(B, T, p, device) + gram_flops(B, T, d, device), 2 * B * T * p * d
+    gram, direct = _gram_flops(B, T, p + d, strips), 2 * B * T * p * d
     if gram < direct:
-        rows = gram_samples(B, T, device) * (T // strips(T, device) + 1)
+        rows = _gram_samples(B, T, strips, chunk) * (T // strips + 1)
         return Route("Gram", gram, 2 * rows * T * width, f"{gram / direct:.0%} of direct")
-    size = direct_samples(B, p, d, device) * p * d * item
+    size = _direct_samples(B, p, d, chunk) * p * d * item
     return Route("direct", direct, size, f"Gram would take {gram / direct:.0%}")
 
 
@@ -131,23 +136,39 @@ def strips(T: int, device: str = "cpu") -> int:
 
 def gram_flops(B: int, T: int, width: int, device: str = "cpu") -> int:
     """Of the Grams of (B, T, width), up to the diagonal."""
-    return 2 * B * width * sum((end - start) * end for start, end in strip_bounds(T, device))
+    return _gram_flops(B, T, width, strips(T, device))
+
+
+def _gram_flops(B: int, T: int, width: int, strips: int) -> int:
+    return 2 * B * width * sum((end - start) * end for start, end in _strip_bounds(T, strips))
 
 
 def strip_bounds(T: int, device: str = "cpu") -> list[tuple[int, int]]:
     """The rows of each strip, from one to another."""
-    step = -(-T // strips(T, device))
+    return _strip_bounds(T, strips(T, device))
+
+
+def _strip_bounds(T: int, strips: int) -> list[tuple[int, int]]:
+    step = -(-T // strips)
     return [(start, min(start + step, T)) for start in range(0, T, step)]
 
 
 def gram_samples(B: int, T: int, device: str = "cpu") -> int:
     """How many samples' Grams are made at a time."""
-    return min(B, max(1, chunk(device) // max(1, T * -(-T // strips(T, device)))))
+    return _gram_samples(B, T, strips(T, device), chunk(device))
+
+
+def _gram_samples(B: int, T: int, strips: int, chunk: int) -> int:
+    return min(B, max(1, chunk // max(1, T * -(-T // strips))))
 
 
 def direct_samples(B: int, p: int, d: int, device: str = "cpu") -> int:
     """How many samples' gradients are made at a time where they are not kept."""
-    return min(B, max(1, chunk(device) // max(1, p * d)))
+    return _direct_samples(B, p, d, chunk(device))
+
+
+def _direct_samples(B: int, p: int, d: int, chunk: int) -> int:
+    return min(B, max(1, chunk // max(1, p * d)))
 
 
 # Blocks that hold their gradients, or rows of them

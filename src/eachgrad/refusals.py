@@ -79,8 +79,8 @@ def _why_training(module: nn.Module | None) -> str:
     return f"is in training mode: {mixes} Call eval() on it,"
 
 
-def check_nested(recorder: Recorder, func: Callable, args: tuple, kwargs: dict, sources: list[Tensor]) -> None:
-    if any(t.is_nested for t in tensors_in((args, kwargs))):
+def check_nested(recorder: Recorder, func: Callable, given: list[Tensor], sources: list[Tensor]) -> None:
+    if any(t.is_nested for t in given):
         raise UnsupportedOp(
             f"parameter {recorder.tensors.names_of(sources[0])[0]!r} is used by {op_name(func)} at {recorder.place()} with "
             "a nested tensor. Pass its values() through the layer and compute with the offsets, or pad it."

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from eachgrad import doubts
 from eachgrad.errors import CaptureError
+
+
+class Aliases(Mapping[str, str]):
+    """Other names of parameters, found when somebody asks: of most questions nobody does."""
+
+    def __init__(self, find: Callable[[], dict[str, str]]):
+        self._find = find
+
+    @cached_property
+    def _found(self) -> dict[str, str]:
+        return self._find()
+
+    def __getitem__(self, name: str) -> str:
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
 
 
 def matching(pattern: str, names: Iterable[str], aliases: Mapping[str, str]) -> list[str]:
@@ -77,7 +98,7 @@ def clip_factors(
     first = next(iter(norms.values()))
     bad = torch.stack([~n.isfinite().to(first.device) for n in norms.values()]).any(0)
     index = None
-    if not doubts.note(bad.any()) and bad.any():
+    if not doubts.note(bad.any) and bad.any():
         if nonfinite == "raise":
             samples = (bad.nonzero().flatten() + start).tolist()
             raise CaptureError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ _SUMMING = {"tensordot", "multi_dot", "chain_matmul", "addbmm", "vecdot", "bilin
 _BATCHED = {"bmm", "baddbmm"}
 _WEIGHTED = {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
 _BY_VALUE = {"sort", "argsort", "topk", "kthvalue", "unique", "nonzero", "msort"}
+# All of these together: of any other op nothing but the call itself is looked at.
+_CAREFUL = _INDEXED | _LOOK_UPS | _MOVING | _PRODUCTS | _SUMMING | _BATCHED | _WEIGHTED | _BY_VALUE
 
 
 class Signature:
@@ -61,17 +64,18 @@ class Signature:
         if self.value is None:
             return
         name = _plain_name(func)
-        if any(isinstance(k, slice) and tensors_in((k.start, k.stop, k.step)) for k in _flat(args)):
+        if _has_tensor_slices(args) or (name in _CAREFUL and self._depends_on_data(func, name, args, tensors)):
             self.value = None
             return
+        self.value = hash((self.value, func, _describe(args), _describe(kwargs) if kwargs else (), numbers))
+
+    def _depends_on_data(self, func: Callable, name: str, args: tuple, tensors: list[Tensor]) -> bool:
+        """Whether values may decide where the op puts the samples."""
         indexed = name in _INDEXED and any(not t.is_floating_point() and not t.is_complex() for t in tensors)
         if name in _LOOK_UPS:  # of a parameter's rows it moves none of the batch
             indexed = not any(isinstance(t, nn.Parameter) for t in tensors)
         moving = name in _MOVING or self._adds_rows(func, name, args, tensors)
-        if indexed or name in _BY_VALUE or (moving and not self._trusting):
-            self.value = None
-            return
-        self.value = hash((self.value, func, _describe(args), _describe(kwargs), numbers))
+        return indexed or name in _BY_VALUE or (moving and not self._trusting)
 
     def _adds_rows(self, func: Callable, name: str, args: tuple, tensors: list[Tensor]) -> bool:
         """Whether the first dimension of something of the batch is added up: it may be that of the samples."""
@@ -100,22 +104,30 @@ class Signature:
         return isinstance(t, Tensor) and t.requires_grad and self._of_batch(t)
 
 
+@lru_cache(maxsize=4096)  # a name is a function's own, and does not change
 def _plain_name(func: Callable) -> str:
     """The name of an op without its overload, and without the underscore of what works in place."""
     name = getattr(func, "__name__", "").partition(".")[0]
     return name if name.endswith("__") else name.rstrip("_")
 
 
-def _flat(args: tuple) -> Iterator[Any]:
+def _has_tensor_slices(args: tuple) -> bool:
+    """Whether a tensor says where a slice begins or ends."""
+    # Written out: it runs for every op.
     for item in args:
-        yield from item if isinstance(item, (tuple, list)) else (item,)
+        if type(item) in _PLAIN:
+            continue
+        for k in item if isinstance(item, (tuple, list)) else (item,):
+            if isinstance(k, slice) and tensors_in((k.start, k.stop, k.step)):
+                return True
+    return False
 
 
 def of_graph(nodes: Sequence[Node], since: int) -> Hashable:
     """The nodes of a loss that were made after the recording, by name, sizes and options; None if data decides."""
     found, order = [], {node: n for n, node in enumerate(nodes)}
     for node in nodes:
-        if node.name().endswith("AccumulateGrad") or node._sequence_nr() < since:
+        if node._sequence_nr() < since or node.name().endswith("AccumulateGrad"):
             continue
         described = _options(node)
         if described is None:
@@ -150,10 +162,15 @@ def _options(node: Node) -> tuple[Hashable, ...] | None:
 
 
 def _describe(value: Any) -> Hashable:
-    if type(value) in (int, float) and value in (-1, -2):  # which have the same hash
+    kind = type(value)
+    if kind is Tensor or kind is nn.Parameter:  # most of what there is; a lazy one has a type of its own
+        return value.shape, value.dtype
+    if (kind is int or kind is float) and (value == -1 or value == -2):  # which have the same hash
         return "minus", -value
-    if type(value) in _PLAIN:
+    if kind in _PLAIN:
         return value
+    if kind is tuple:
+        return tuple([_describe(item) for item in value])
     if isinstance(value, Tensor) and is_lazy(value):  # of a lazy module that is making its parameters
         return type(value).__name__, value.dtype
     if isinstance(value, Tensor):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -87,8 +86,10 @@ def blocks_of(recorder: Recorder, accepted: Accepted, B: int) -> dict[str, Block
             continue
         assert item.layout is not None
         piece = item.use.piece
-        again = piece is not None and piece.recorded and not recorder.create_graph
-        with recorder.replay() if again else nullcontext():  # it may lie in a checkpoint
+        if piece is not None and piece.recorded and not recorder.create_graph:
+            with recorder.replay():  # it may lie in a checkpoint
+                found = use_blocks.blocks(item.use, item.g, item.layout, B)
+        else:
             found = use_blocks.blocks(item.use, item.g, item.layout, B, recorder.create_graph)
         for source, block in zip(item.use.sources, found, strict=True):
             if id(source) not in wanted:

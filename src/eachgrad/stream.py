@@ -33,7 +33,8 @@ def visit(
     recorder, B = passes.recorder, len(losses)
     reached = [set() if some is None else _parameters_of(passes, n, some[1]) for n, some in enumerate(counted)]
     wanted = set(parameters) if names is None else names
-    waiting = Counter(name for some in reached for name in some & wanted)
+    asked = [some & wanted for some in reached]
+    waiting = Counter(name for some in asked for name in some)
     parts: dict[str, list[Block]] = {}
 
     def complete(name: str) -> None:
@@ -42,7 +43,7 @@ def visit(
 
     def use_arrived(n: int, g: Tensor) -> None:
         use, some = recorder.uses[n], counted[n]
-        if some is None or not reached[n] & wanted:
+        if some is None or not asked[n]:
             return
         found = blocks_of(recorder, [(Solved(use, g, some[0]), some[1])], B) if g.numel() else {}
         if last:
@@ -50,7 +51,7 @@ def visit(
         for name, block in found.items():
             if name in wanted:
                 parts.setdefault(name, []).append(block)
-        for name in reached[n] & wanted:
+        for name in asked[n]:
             waiting[name] -= 1
             if not waiting[name]:
                 complete(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -18,11 +19,12 @@ from eachgrad.errors import CaptureError
 from eachgrad.functions import as_written, precise, uncompiled, unseen
 from eachgrad.gradient import Gradient, costs_of
 from eachgrad.grads import PerSampleGrads
-from eachgrad.graph import graph_nodes, named_trainable, node_of, tensors_in
+from eachgrad.graph import Node, graph_nodes, named_trainable, node_of, tensors_in
 from eachgrad.passes import Passes, marked
 from eachgrad.plan import parse_bytes
 from eachgrad.queries import Accumulator, Answer, Over, Query
 from eachgrad.receipt import Record, aliases_of, check_weighted_sum
+from eachgrad.selection import Aliases
 from eachgrad.signature import of_graph
 from eachgrad.solve import attached, blocks_of, solved
 
@@ -182,9 +184,10 @@ class Tape:
     ) -> None:
         counted = plan.counted(self.recorder.uses)
         covering = zip(self.recorder.uses, counted, strict=True)
-        check_complete(self.recorder, [(use, some[1]) for use, some in covering if some is not None], [losses])
-        checks.check_statistics(self.recorder, self.batch_dim, self._ends([losses]), len(losses))
-        over = Over(parameters, aliases_of(self.model), self.budget)
+        accepted = [(use, some[1]) for use, some in covering if some is not None]
+        check_complete(self.recorder, accepted, [losses], passes.leaves)
+        checks.check_statistics(self.recorder, self.batch_dim, self._ends([losses], passes.known), len(losses))
+        over = Over(parameters, Aliases(partial(aliases_of, self.model)), self.budget)
         twice = asked.needs_again(over, plan.costs)
 
         def visit(add: Callable[[Gradient], None], names: set[str] | None) -> None:
@@ -303,9 +306,12 @@ class Tape:
             check_weighted_sum(grads, loss, self.recorder, parameters)
         return grads
 
-    def _ends(self, ends: list[Tensor]) -> list[Tensor]:
-        """These, and the model's outputs behind them: a loss may be computed outside of the block."""
-        nodes = set(graph_nodes([t.grad_fn for t in ends]))
+    def _ends(self, ends: list[Tensor], nodes: set[Node] | None = None) -> list[Tensor]:
+        """These, and the model's outputs behind them: a loss may be computed outside of the block.
+
+        `nodes`: all that these are computed by, if that is known.
+        """
+        nodes = set(graph_nodes([t.grad_fn for t in ends])) if nodes is None else nodes
         return [*ends, *(t for t in tensors_in(self.outputs) if t.grad_fn is not None and t.grad_fn in nodes)]
 
     # Hooks on the model, gone with the context

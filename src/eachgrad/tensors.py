@@ -46,9 +46,8 @@ class Tensors:
 
     def mark_strong(self, value: Any) -> None:
         for t in tensors_in(value):
-            key = id(t)
             self._count += 1
-            self._strong[key] = (ref(t, lambda _, key=key, table=self._strong: table.pop(key, None)), self._count)
+            self._strong[id(t)] = (ref(t), self._count)
 
     def tag(self, t: Tensor) -> mixing.Tag:
         """The dimension along which the samples of `t` lie, what was computed over it, or None where it is not known."""
@@ -63,12 +62,13 @@ class Tensors:
                 certain = not strong or (self.is_strong(t) and t.ndim == max(strong))
                 self._tags[id(t)] = (ref(t), dim if certain else Loose(dim))
 
-    def follow(self, func: Callable, args: tuple, kwargs: dict, out: Any) -> None:
+    def follow(self, func: Callable, args: tuple, kwargs: dict, out: Any, given: Sequence[Tensor]) -> None:
+        """`given`: the tensors among the arguments."""
         if not self._tags:
             return
         # For every op: `self.tag` written out.
         tagged = []
-        for t in tensors_in((args, kwargs) if kwargs else args):
+        for t in given:
             found = self._tags.get(id(t))
             if found is not None and found[1] is not None and found[0]() is t:
                 tagged.append((t, found[1]))
@@ -95,6 +95,27 @@ class Tensors:
     def is_strong(self, t: Tensor) -> bool:
         found = self._strong.get(id(t))
         return found is not None and found[0]() is t
+
+    def told_apart(self, given: Sequence[Tensor], anew: bool) -> tuple[list[tuple[Tensor, str]], bool]:
+        """The carriers among an op's arguments, each with its kind, and whether one of the others is of the batch.
+
+        `anew`: a checkpoint runs its forward again, where what asks for a gradient is of the batch.
+        """
+        carriers: list[tuple[Tensor, str]] = []
+        strong = False
+        for t in given:
+            found = self._strong.get(id(t))
+            if found is not None and found[0]() is t:  # `is_strong` written out: this runs for every op
+                strong = True
+                if isinstance(t.grad_fn, BackwardCFunction):
+                    self.meet(t)
+            elif t.requires_grad:
+                kind = self.carrier(t)
+                if kind is not None:
+                    carriers.append((t, kind))
+                elif anew or self.is_strong(t):  # which it may be now that its history has been looked at
+                    strong = True
+        return carriers, strong
 
     def number(self, t: Tensor) -> int:
         """Which tensor of the batch this is, in the order in which they came; 0 for any other."""
@@ -193,10 +214,15 @@ class Tensors:
 
     def names_of(self, t: Tensor | Carried) -> list[str]:
         """The parameters that `t` is, or is derived from."""
-        if id(t) in self.parameters:
-            return [self.parameters[id(t)]]
-        variables = (getattr(node, "variable", None) for node in graph_nodes([node_of(t)]))
-        return [self.parameters[id(v)] for v in variables if id(v) in self.parameters]
+        return names_of(self.parameters, t)
+
+
+def names_of(parameters: Mapping[int, str], t: Tensor | Carried) -> list[str]:
+    """The same by a table of names: `Tensors.parameters`."""
+    if id(t) in parameters:
+        return [parameters[id(t)]]
+    variables = (getattr(node, "variable", None) for node in graph_nodes([node_of(t)]))
+    return [parameters[id(v)] for v in variables if id(v) in parameters]
 
 
 _SHAPES = ("Permute", "Transpose", "View", "UnsafeView", "Expand", "Unsqueeze", "Squeeze", "Alias")

@@ -17,6 +17,23 @@ from eachgrad.pieces import Piece
 from eachgrad.rules import Rule
 
 
+class Post:
+    """The one hook at a tap: `passed` hears of every backward that comes by, `arrived` of the gradient while it is set."""
+
+    def __init__(self, output: int, passed: Callable[[], object]):
+        self.output, self.passed = output, passed
+        self.arrived: Callable[[Tensor], object] | None = None
+
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        self.passed()
+        if self.arrived is not None and (g := gradients[self.output]) is not None:
+            self.arrived(g)
+
+    def remove(self) -> None:
+        """Nobody waits here any more."""
+        self.arrived = None
+
+
 @dataclass(frozen=True)
 class Tap:
     """Where the gradient of an op's output arrives; the output itself is not held."""
@@ -25,10 +42,16 @@ class Tap:
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    post: Post | None = None
 
     @classmethod
-    def at(cls, out: Tensor) -> Tap:
-        return cls(get_gradient_edge(out), out.shape, out.dtype, out.device)
+    def at(cls, out: Tensor, passed: Callable[[], object] | None = None) -> Tap:
+        """The tap of an op's output; `passed` is called by every backward that comes to it."""
+        edge, post = get_gradient_edge(out), None
+        if passed is not None:
+            post = Post(edge.output_nr, passed)
+            edge.node.register_prehook(post)
+        return cls(edge, out.shape, out.dtype, out.device, post)
 
     @property
     def node(self) -> Any:
@@ -36,6 +59,9 @@ class Tap:
 
     def watch(self, arrived: Callable[[Tensor], object]) -> Any:
         """Call `arrived` with the gradient when a backward gets here; returns the handle that ends it."""
+        if self.post is not None and self.post.arrived is None:  # one at a time: another waits by a hook of its own
+            self.post.arrived = arrived
+            return self.post
 
         def seen(gradients: tuple[Tensor | None, ...]) -> None:
             g = gradients[self.edge.output_nr]
@@ -57,7 +83,7 @@ class Begin(torch.autograd.Function):
         return None, None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Use:
     """One op in which parameters, or tensors derived from them, meet the batch."""
 

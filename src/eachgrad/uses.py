@@ -59,15 +59,17 @@ def _by_rule(use: Use, g: Tensor, layout: lay.Layout, B: int, create_graph: bool
     arguments = rule.bind(use.args, use.kwargs)
     names = _names_of_sources(use, arguments)
     if not create_graph:
-        arguments = {name: _detached(value) for name, value in arguments.items()}
+        arguments = {name: v.detach() if isinstance(v, Tensor) else _detached(v) for name, v in arguments.items()}
     if rule.takes_batch_dim:
         if isinstance(layout, lay.Scattered):
             raise NeedsLoop
         answer = _call(rule, g, arguments, {"batch_dim": layout.dim}, create_graph)
         return _folded(_by_source(names, answer), layout.fold)
     front, fold = _to_the_front(rule, g, arguments, layout, B)
-    arguments |= {n: front(arguments[n]) for n in rule.samples if isinstance(arguments.get(n), Tensor)}
-    return _folded(_by_source(names, _call(rule, front(g), arguments, {}, create_graph)), fold)
+    if front is not None:
+        arguments |= {n: front(arguments[n]) for n in rule.samples if isinstance(arguments.get(n), Tensor)}
+        g = front(g)
+    return _folded(_by_source(names, _call(rule, g, arguments, {}, create_graph)), fold)
 
 
 def _by_dense_rule(use: Use, g: Tensor) -> list[Block | None]:
@@ -87,13 +89,13 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 def _to_the_front(
     rule: Rule, g: Tensor, arguments: Arguments, layout: lay.Layout, B: int
-) -> tuple[Callable[[Tensor], Tensor], Fold | None]:
-    """What brings the samples to dimension 0, and how they are folded there."""
+) -> tuple[Callable[[Tensor], Tensor] | None, Fold | None]:
+    """What brings the samples to dimension 0, None where they are there, and how they are folded there."""
     lead = rule.lead(g, arguments)
     if isinstance(layout, lay.Along):
         if layout.dim >= lead:
             raise NeedsLoop
-        return lambda t: t.movedim(layout.dim, 0), layout.fold
+        return (lambda t: t.movedim(layout.dim, 0)) if layout.dim else None, layout.fold
     fold = lay.rows(layout, lead, B) if lead else None
     if fold is None:
         raise NeedsLoop
@@ -106,8 +108,9 @@ def _folded(found: list[Block | None], fold: Fold | None) -> list[Block | None]:
 
 def _call(rule: Rule, g: Tensor, arguments: Arguments, extra: dict[str, Any], create_graph: bool) -> dict[str, Block]:
     """Call the rule's function, spreading what it declares as *args."""
-    positional, named = [], {}
-    for name, parameter in list(rule.signature.parameters.items())[1:]:
+    positional, named = [], dict(extra)
+    for parameter in rule.parameters:
+        name = parameter.name
         if name not in arguments:
             continue
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -116,26 +119,34 @@ def _call(rule: Rule, g: Tensor, arguments: Arguments, extra: dict[str, Any], cr
             named[name] = arguments[name]
         else:
             positional.append(arguments[name])
+    if torch.is_grad_enabled() is create_graph:  # as in the hooks of a backward
+        return rule.function(g, *positional, **named)
     with torch.set_grad_enabled(create_graph):
-        return rule.function(g, *positional, **named, **extra)
+        return rule.function(g, *positional, **named)
 
 
 def _names_of_sources(use: Use, arguments: Arguments) -> list[list[str]]:
     """Under which argument names each source was given to the op."""
-    names: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {id(source): [] for source in use.sources}
     for name, value in arguments.items():
         if isinstance(value, Tensor):
-            names.setdefault(id(value), []).append(name)
+            if id(value) in names:
+                names[id(value)].append(name)
         elif isinstance(value, (tuple, list)):
             for k, item in enumerate(value):
-                names.setdefault(id(item), []).append(f"{name}.{k}")
-    return [names.get(id(source), []) for source in use.sources]
+                if id(item) in names:
+                    names[id(item)].append(f"{name}.{k}")
+    return [names[id(source)] for source in use.sources]
 
 
 def _by_source(names: list[list[str]], answer: dict[str, Block]) -> list[Block | None]:
     """The rule's answer by argument name -> one block per source, None where a part is missing."""
     found: list[Block | None] = []
     for group in names:
+        if len(group) == 1:
+            part = answer.get(group[0])
+            found.append(None if isinstance(part, Unanswered) else part)
+            continue
         parts = [answer.get(name) for name in group]
         known = [p for p in parts if p is not None and not isinstance(p, Unanswered)]
         found.append(add(known) if known and len(known) == len(parts) else None)

@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from eachgrad import plan
@@ -43,6 +44,11 @@ def on_gpu(t: Tensor) -> bool:
     return t.is_cuda
 
 
+def is_traced(t: Tensor) -> bool:
+    """Whether this is no tensor but stands for one, while a compiler looks on."""
+    return isinstance(t, FakeTensor)
+
+
 def is_rounded(value: Tensor) -> bool:
     """Whether `scaled` gives these numbers back as bfloat16: what a GPU multiplies at full speed."""
     return value.dtype == torch.bfloat16 and on_gpu(value) and not value.requires_grad
@@ -63,8 +69,13 @@ def scaled(value: Tensor, c: Tensor) -> Tensor:
 
     Rounded to sixteen bits, terms that cancel leave their rounding behind: a clipped sum must allow for it.
     """
-    wide = value * c.to(accumulation_dtype(value.dtype)).view(-1, *[1] * (value.ndim - 1))
-    return wide.to(value.dtype) if is_rounded(value) else wide
+    weight = c.to(accumulation_dtype(value.dtype)).view(-1, *[1] * (value.ndim - 1))
+    if not is_rounded(value):
+        return value * weight
+    if is_traced(value) or value.requires_grad or c.requires_grad:
+        return (value * weight).to(value.dtype)
+    # The same in one kernel, with no float32 copy written and read; a compiler makes it one by itself.
+    return torch.mul(value, weight, out=torch.empty_like(value))
 
 
 def sum_of(c: Tensor, value: Tensor) -> Tensor:
@@ -79,8 +90,10 @@ def sum_of(c: Tensor, value: Tensor) -> Tensor:
 
 def are_many(*values: Tensor) -> bool:
     """Whether a kernel of its own is worth it for a sum over the second dimension of these (B, T, ...)."""
+    if not on_gpu(values[0]):
+        return False
     B, T = values[0].shape[:2]
-    many = T > 1 and values[0].numel() >= max(MANY, B * T * WIDE) and on_gpu(values[0])
+    many = T > 1 and values[0].numel() >= max(MANY, B * T * WIDE)
     return many and all(t.dtype in DTYPES and not t.requires_grad for t in values)
 
 
@@ -90,13 +103,14 @@ def over_positions(*values: Tensor) -> tuple[Tensor, ...]:
     if T == 1:
         return tuple(t[:, 0].to(accumulation_dtype(t.dtype)) for t in values)  # no copies
     if are_many(*values):
-        return tuple(t.view(B, *shape) for t in position_sums(*(t.reshape(B, T, -1) for t in values)))
+        sums = position_sums(*(t if t.ndim == 3 else t.reshape(B, T, -1) for t in values))
+        return tuple(t if len(shape) == 1 else t.view(B, *shape) for t in sums)
     return tuple(t.sum(1, dtype=accumulation_dtype(t.dtype)) for t in values)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """left @ right of matrices of which one may be wider than the other, in float32 or better."""
-    narrow = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
+    narrow = left.dtype if left.dtype.itemsize <= right.dtype.itemsize else right.dtype
     dtype = accumulation_dtype(narrow)
     if narrow == dtype or not on_gpu(left) or left.requires_grad or right.requires_grad:
         return left.to(dtype) @ right.to(dtype)
@@ -117,7 +131,8 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
     # F.pad copies even where it adds nothing.
     left = F.pad(left, (0, 0, 0, -n % plan.ALIGNED)) if n % plan.ALIGNED else left
     right = F.pad(right, (0, -m % plan.ALIGNED)) if m % plan.ALIGNED else right
-    return torch.mm(left, right, out_dtype=torch.float32)[:n, :m]
+    value = torch.mm(left, right, out_dtype=torch.float32)
+    return value if value.shape == (n, m) else value[:n, :m]
 
 
 def products(left: Tensor, right: Tensor) -> Tensor:

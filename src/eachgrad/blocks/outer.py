@@ -77,10 +77,11 @@ class Outer(Block):
     def measured(self, shared: Shared | None = None) -> tuple[Tensor, Tensor | None]:
         left, right = self._factors()
         unit = rounding(left)
-        if self._route == "product of norms":
+        route = self._route
+        if route == "product of norms":
             total = squared_norms(left) * squared_norms(right)
             return total, total * unit**2 if unit else None
-        if self._route == "direct":
+        if route == "direct":
             # Sums in float32 of so many positions are of gradients that are kept, and then have their own norms.
             return self._direct(), bound_of(left, right, 2) * unit**2 if unit > FLOAT32_ROUNDING else None
         total, bound = self._gram(shared or Shared())
@@ -93,9 +94,9 @@ class Outer(Block):
     @property
     def has_parts(self) -> bool:
         """Whether a kernel gives the norms, as `parts`."""
-        given = self.left, self.right
-        narrow = all(t.dtype == self.left.dtype and t.dtype.itemsize == 2 and not t.requires_grad for t in given)
-        return narrow and on_gpu(self.left) and self._route == "Gram"
+        left, right = self.left, self.right
+        narrow = left.dtype == right.dtype and left.dtype.itemsize == 2
+        return narrow and on_gpu(left) and not (left.requires_grad or right.requires_grad) and self._route == "Gram"
 
     def parts(self) -> tuple[Tensor, float]:
         """(2, B, n), whose sums over n are squared norms and the sizes of their terms; and a sum's `rounding`."""
@@ -197,6 +198,8 @@ class Outer(Block):
         return Outer(torch.cat([a, c], 1), torch.cat([b, d], 1), self.shape)
 
     def _factors(self) -> tuple[Tensor, Tensor]:
+        if self.left.dtype == self.right.dtype:
+            return self.left, self.right
         dtype = torch.promote_types(self.left.dtype, self.right.dtype)
         return self.left.to(dtype), self.right.to(dtype)
 

@@ -140,13 +140,13 @@ class Patches(Block):
         return reduce(torch.add, (torch.tensordot(w.to(part.dtype), part, dims=1) for w, part in pairs))
 
     def measured(self, shared: Shared | None = None) -> tuple[Tensor, Tensor | None]:
-        unit = rounding(self.g)
-        if self._norms().name == "implicit":
+        unit, route = rounding(self.g), self._norms().name
+        if route == "implicit":
             return conv_squares(*self._maps()), self._bound() * unit**2
         if self.geometry.groups > 1:
             parts = [self._factors(x, g) for x, g in self._split(self.g)] if unit > FLOAT32_ROUNDING else []
             return self._direct_norms(), torch.cat([bound_of(g, x, 2) for g, x in parts]) * unit**2 if parts else None
-        if self._norms().name != "Gram of pixels":
+        if route != "Gram of pixels":
             found = [self._product(x, g).measured() for x, g in self._split(self.g)]
             bounds = [bound for _, bound in found if bound is not None]
             return torch.cat([squares for squares, _ in found]), torch.cat(bounds) if bounds else None

@@ -83,6 +83,9 @@ class Sum(Block):
 
 def add(blocks: Iterable[Block]) -> Block:
     """One block for the sum of several, joining those of the same kind."""
+    blocks = list(blocks)
+    if len(blocks) == 1:  # as for most parameters
+        return blocks[0]
     parts: list[Block] = []
     for block in blocks:
         for k, part in enumerate(parts):

@@ -148,7 +148,8 @@ class PerParameter(Running):
     def end(self) -> None:
         for name, value in self.batch.items():
             self.dtypes[name] = value.dtype
-            wide = value.to(accumulation_dtype(value.dtype))  # many batches of sixteen bits would not add up
+            dtype = accumulation_dtype(value.dtype)  # many batches of sixteen bits would not add up
+            wide = value if value.dtype == dtype else value.to(dtype)
             self.sums[name] = self.joined(self.sums[name], wide) if name in self.sums else wide
         self.batch = {}
         super().end()
@@ -161,4 +162,5 @@ class PerParameter(Running):
         found = {name: self.sums[name] for name in self.over.parameters if name in self.sums}
         if divisor is not None:
             found = {name: value / divisor for name, value in found.items()}
-        return {name: value.to(self.dtypes[name]) for name, value in found.items()}
+        dtypes = self.dtypes
+        return {name: v if v.dtype == dtypes[name] else v.to(dtypes[name]) for name, v in found.items()}

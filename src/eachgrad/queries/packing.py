@@ -256,5 +256,7 @@ def _in_dtype(gradients: list[Gradient], sums: list[Tensor], wide: bool) -> dict
     answer = {}
     for gradient, value in zip(gradients, sums, strict=True):
         dtype = gradient.parameter.dtype
-        answer[gradient.name] = value.view(gradient.parameter.shape).to(accumulation_dtype(dtype) if wide else dtype)
+        dtype = accumulation_dtype(dtype) if wide else dtype
+        value = value.view(gradient.parameter.shape)
+        answer[gradient.name] = value if value.dtype == dtype else value.to(dtype)
     return answer

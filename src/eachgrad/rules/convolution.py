@@ -18,9 +18,9 @@ def _tuple(value: Size, n: int) -> tuple[int, ...]:
     return value * n if len(value) == 1 else value
 
 
-def _summed(g: Tensor) -> Tensor:
-    """(B, p, *out) -> (B, p), in float32 or better."""
-    return g.flatten(2).sum(2, dtype=accumulation_dtype(g.dtype))
+def _bias(g: Tensor, bias: Tensor | None) -> dict[str, Block]:
+    """What the bias of a convolution gets, if there is one: (B, p, *out) -> (B, p), in float32 or better."""
+    return {} if bias is None else {"bias": Dense(g.flatten(2).sum(2, dtype=accumulation_dtype(g.dtype)))}
 
 
 def geometry(weight: Tensor, stride: Size, padding: Size | str, dilation: Size, groups: int) -> Geometry:
@@ -54,7 +54,7 @@ def _convolution(
         raise NeedsLoop
     x = input.to(g.dtype).conj().unsqueeze(1)
     where = geometry(weight, stride, padding, dilation, groups)
-    return {"weight": Patches(x, g.unsqueeze(1), where), "bias": Dense(_summed(g))}
+    return {"weight": Patches(x, g.unsqueeze(1), where), **_bias(g, bias)}
 
 
 @rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, values=False)
@@ -74,4 +74,4 @@ def _transposed_convolution(
     # The transpose reads where the convolution writes: the output gradient is what is cut into patches.
     where = geometry(weight, stride, padding, dilation, groups)
     x = input.to(g.dtype).conj().unsqueeze(1)
-    return {"weight": Patches(g.unsqueeze(1), x, where), "bias": Dense(_summed(g))}
+    return {"weight": Patches(g.unsqueeze(1), x, where), **_bias(g, bias)}

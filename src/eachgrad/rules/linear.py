@@ -17,7 +17,7 @@ from eachgrad.rules.registry import Arguments, NeedsLoop, composite, rule
 
 def positions(t: Tensor) -> Tensor:
     """(B, ..., d) -> (B, T, d)."""
-    return t.reshape(len(t), -1, t.shape[-1])
+    return t if t.ndim == 3 else t.reshape(len(t), -1, t.shape[-1])
 
 
 def all_but_last(g: Tensor, arguments: Arguments) -> int:
@@ -38,7 +38,10 @@ def _linear(g: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None
     g, x = positions(g), positions(input.to(g.dtype)).conj()
     if weight.ndim == 1:  # one output, which has no dimension of its own
         raise NeedsLoop
-    return {"weight": Outer(g, x), "bias": Dense(over_positions(g)[0])}
+    found: dict[str, Block] = {"weight": Outer(g, x)}
+    if bias is not None:  # nobody else asks for its sum, which reads all of g
+        found["bias"] = Dense(over_positions(g)[0])
+    return found
 
 
 if hasattr(F, "linear_cross_entropy"):  # not in every version of torch

@@ -10,14 +10,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eachgrad.blocks import Block, Dense
-from eachgrad.blocks.arithmetic import are_many, on_gpu, over_positions
+from eachgrad.blocks.arithmetic import are_many, is_traced, on_gpu, over_positions
 from eachgrad.kernels.norm_sums import norm_sums
 from eachgrad.rules.registry import Arguments, composite, rule
 
 
 def is_fused(g: Tensor, input: Tensor) -> bool:
     """Whether a compiler is to find the op's own statistics here: the call is the forward's, word for word."""
-    return on_gpu(g) and not (g.requires_grad or input.requires_grad)
+    # With no compiler they would be computed again, and what is normalised by three kernels instead of one.
+    return on_gpu(g) and is_traced(g) and not _is_followed(g, input)
+
+
+def _is_followed(*values: Tensor) -> bool:
+    return any(t.requires_grad for t in values)
 
 
 def _all_but_normalised(g: Tensor, arguments: Arguments) -> int:
@@ -26,17 +31,23 @@ def _all_but_normalised(g: Tensor, arguments: Arguments) -> int:
 
 def _over_positions(shape: Sequence[int], *values: Tensor) -> list[Dense]:
     """Sum one or two (B, ..., *shape) over everything between the sample and the parameter's own dimensions."""
-    return [Dense(total) for total in over_positions(*(value.reshape(len(value), -1, *shape) for value in values))]
+    if not (values[0].ndim == 3 and len(shape) == 1):
+        values = tuple(value.reshape(len(value), -1, *shape) for value in values)
+    return [Dense(total) for total in over_positions(*values)]
+
+
+def _rows(value: Tensor, shape: Sequence[int]) -> Tensor:
+    """(B, ..., *shape) -> (B, T, n)."""
+    return value if value.ndim == 3 and len(shape) == 1 else value.reshape(len(value), -1, math.prod(shape))
 
 
 def _are_many(shape: Sequence[int], *values: Tensor) -> bool:
-    return are_many(*(value.reshape(len(value), -1, math.prod(shape)) for value in values))
+    return on_gpu(values[0]) and are_many(*(_rows(value, shape) for value in values))
 
 
 def _sums(shape: Sequence[int], g: Tensor, x: Tensor, mean: Tensor | None, scale: Tensor) -> tuple[Dense, Dense]:
     """What the bias and the weight of a norm of x get, by a kernel."""
-    B, n = len(g), math.prod(shape)
-    g, x = g.reshape(B, -1, n), x.reshape(B, -1, n)
+    B, g, x = len(g), _rows(g, shape), _rows(x, shape)
     scale = scale.reshape(B, -1, 1).to(torch.float32)
     mean = None if mean is None else mean.reshape(B, -1, 1).to(torch.float32)
     of_bias, of_weight = (Dense(total.view(B, *shape)) for total in norm_sums(g, x, mean, scale))
@@ -58,15 +69,16 @@ def _layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> dict[str, Block]:
-    if is_fused(g, input):
-        wide = input.to(torch.promote_types(input.dtype, g.dtype))
+    wide = input.to(torch.promote_types(input.dtype, g.dtype)) if on_gpu(g) else input
+    many = not _is_followed(g, input) and _are_many(normalized_shape, g, wide)
+    if many or is_fused(g, input):
         _, mean, scale = torch.native_layer_norm(wide, normalized_shape, weight, bias, eps)
-        if _are_many(normalized_shape, g, wide):
+        if many:
             of_bias, of_weight = _sums(normalized_shape, g, wide, mean, scale)
             return {"weight": of_weight, "bias": of_bias}
         normal = (wide - mean) * scale
     else:
-        normal = F.layer_norm(input, normalized_shape, None, None, eps)
+        normal = F.layer_norm(wide, normalized_shape, None, None, eps)
     of_bias, of_weight = _over_positions(normalized_shape, g, g * normal)
     return {"weight": of_weight, "bias": of_bias}
 
@@ -79,7 +91,7 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> dict[str, Block]:
-    if is_fused(g, input) and eps is not None and _are_many(normalized_shape, g, input):
+    if eps is not None and not _is_followed(g, input) and _are_many(normalized_shape, g, input):
         own = weight if weight is not None and weight.dtype == input.dtype else None
         _, scale = torch.ops.aten._fused_rms_norm(input, list(normalized_shape), own, eps)
         return {"weight": _sums(normalized_shape, g, input, None, scale)[1]}
@@ -97,14 +109,15 @@ def _group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> dict[str, Block]:
+    wide = input.to(torch.promote_types(input.dtype, g.dtype)) if on_gpu(g) else input
     if is_fused(g, input):
-        wide = input.to(torch.promote_types(input.dtype, g.dtype)).contiguous()  # or a GPU's op refuses it
+        wide = wide.contiguous()  # or a GPU's op refuses it
         B, C, size = *input.shape[:2], math.prod(input.shape[2:])
         _, mean, scale = torch.native_group_norm(wide, weight, bias, B, C, size, num_groups, eps)
         grouped = wide.reshape(B, num_groups, -1)
         normal = ((grouped - mean[..., None]) * scale[..., None]).view_as(wide)
     else:
-        normal = F.group_norm(input, num_groups, None, None, eps)
+        normal = F.group_norm(wide, num_groups, None, None, eps)
     return {"weight": _over_channels(g * normal), "bias": _over_channels(g)}
 
 

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from eachgrad.blocks import Block, Dense, Outer
-from eachgrad.blocks.arithmetic import over_positions
+from eachgrad.blocks.arithmetic import is_traced, over_positions
 from eachgrad.rules import scan
 from eachgrad.rules.linear import all_but_last, positions
-from eachgrad.rules.recurrence import is_traced, recurrence
+from eachgrad.rules.recurrence import recurrence
 from eachgrad.rules.registry import composite, rule
 
 

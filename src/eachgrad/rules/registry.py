@@ -34,6 +34,11 @@ class Rule:
         return inspect.signature(self.function)
 
     @cached_property
+    def parameters(self) -> list[inspect.Parameter]:
+        """Those of the function that stand for the op's arguments: all but the gradient, which is the first."""
+        return list(self.signature.parameters.values())[1:]
+
+    @cached_property
     def takes_batch_dim(self) -> bool:
         return "batch_dim" in self.signature.parameters
 
@@ -50,9 +55,11 @@ class Rule:
         """The call's arguments by name, defaults filled in."""
         if self.is_dense:
             return {str(k): v for k, v in enumerate(args)} | kwargs
-        if self._names is not None and len(args) <= len(self._names) and kwargs.keys() <= self._known:
+        if self._names is not None and len(args) <= len(self._names):
             given = dict(zip(self._names, args, strict=False))
-            if not given.keys() & kwargs.keys():
+            if not kwargs:
+                return {**self._defaults, **given}
+            if kwargs.keys() <= self._known and not given.keys() & kwargs.keys():
                 return {**self._defaults, **given, **kwargs}
         # The general way, and the one that says what is wrong: it took five times as long.
         bound = self.signature.bind_partial(None, *args, **kwargs)
@@ -63,19 +70,17 @@ class Rule:
     def _names(self) -> list[str] | None:
         """The arguments that may be given by position; None where one stands for several."""
         several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        parameters = list(self.signature.parameters.values())[1:]
-        if any(p.kind in several for p in parameters):
+        if any(p.kind in several for p in self.parameters):
             return None
-        return [p.name for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+        return [p.name for p in self.parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
 
     @cached_property
     def _known(self) -> frozenset[str]:
-        return frozenset(list(self.signature.parameters)[1:])
+        return frozenset(p.name for p in self.parameters)
 
     @cached_property
     def _defaults(self) -> dict[str, Any]:
-        parameters = list(self.signature.parameters.values())[1:]
-        return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+        return {p.name: p.default for p in self.parameters if p.default is not inspect.Parameter.empty}
 
 
 class NoRule(Exception):
