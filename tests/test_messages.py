@@ -87,8 +87,9 @@ def layer() -> nn.Module:
     return nested(net(lambda m, x: m.fc(x), fc=linear(d, d)))
 
 
-def padded_to(size: int, query: eachgrad.queries.Query | None = None) -> Callable:
-    return eachgrad.compile(layer(), lambda m, x: score(m(x)), pad_to=size, found=query or eachgrad.norms())
+def padded_to(size: int | None, query: eachgrad.queries.Query | None = None, dynamic: int = False) -> Callable:
+    found = query or eachgrad.norms()
+    return eachgrad.compile(layer(), lambda m, x: score(m(x)), pad_to=size, dynamic=dynamic, found=found)
 
 
 def recorded(model: nn.Module, *batch: Tensor, losses: Callable = score, **options: object) -> tuple[Tape, Tensor]:
@@ -780,8 +781,14 @@ RECORDING = [
           then="ask it without pad_to"),
     about("padding a larger batch", ValueError, lambda: padded_to(2)(X()), f"a batch of {B} samples", "pad_to=2",
           then="split a larger one"),
+    about("any multiple of less than nothing", ValueError, lambda: padded_to(None, dynamic=-2), "not -2",
+          then="dynamic is True, or a number"),
+    about("padded, and of any size", ValueError, lambda: padded_to(4, dynamic=True), "pad_to", "dynamic",
+          then="pass one of them"),
+    about("any size, and no samples", ValueError, lambda: padded_to(None, dynamic=True)(X()[:0]), "without samples",
+          then="skip an empty one"),
     about("padding what has no samples", ValueError, lambda: padded_to(4)(torch.tensor(1.0)), "dimension 0",
-          then="pad_to fills up the tensors of a batch"),
+          then="fill up the tensors of a batch"),
     about("check_rule without a parameter", ValueError, lambda: check_rule(F.linear, X(), X()),
           "a tensor that requires grad (a parameter)", then="check_rule needs"),
 ]

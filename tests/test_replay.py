@@ -199,15 +199,60 @@ def test_graphs_of_one_memory_share_it_until_all_are_gone(monkeypatch):
     assert asked[7] == (5, None, None)
 
 
+def test_a_graph_for_each_size(monkeypatch):
+    """They share memory; when a larger one comes, those before it are captured again in what that takes."""
+    asked = []
+
+    def captured(call, args, room, pool, stream):
+        asked.append((len(args[1]), room, pool))
+        graph = Recorded(call, args)
+        return replay.Captured(graph, graph.outputs, pool or f"pool {len(asked)}", stream or "stream")
+
+    monkeypatch.setattr(replay, "captured", captured)
+    monkeypatch.setattr(replay, "best_room", lambda call, args: 10 * len(args[1]))
+    monkeypatch.setattr(replay, "on_gpu", lambda t: True)
+    w, shift = problem()
+    steps = replay.Replays(product, frozenset([1]), replay.Memory(), (1, 0))
+
+    def run(*sizes):
+        asked.clear()
+        for n in sizes:
+            x = torch.randn(n, 3)
+            torch.testing.assert_close(steps((w, x, shift))[0], x @ w + shift)
+        return [*asked]
+
+    assert run(4, 6, 3, 9) == []  # compared with the eager answer, without a graph
+    assert run(4, 3, 4) == [(4, 40, None), (3, 0, "pool 1")]
+    assert steps.each[4].own[0].data_ptr() == steps.each[3].own[0].data_ptr()
+    assert run(6, 4, 3, 6) == [(6, 60, None), (4, 0, "pool 1"), (3, 0, "pool 1")]
+    assert run(4, 3, 6) == []
+    steps.release()
+    assert run(3, 9) == [(3, 60, None), (9, 90, None)]
+    assert not steps.reason
+    assert steps.each[9].captures == steps.each[3].captures + 1 == 1
+
+
+def test_why_a_size_has_no_graph(fake, monkeypatch):
+    monkeypatch.setattr(replay, "on_gpu", lambda t: len(t) != 5)
+    w, shift = problem()
+    steps = replay.Replays(product, frozenset([1]), replay.Memory(), (1, 0))
+    for n in (4, 5, 4, 5):
+        x = torch.randn(n, 3)
+        torch.testing.assert_close(steps((w, x, shift))[0], x @ w + shift)
+    assert steps.reason == "5 samples: a tensor is not on the GPU"
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore:TensorFloat32")
 @pytest.mark.parametrize("copies", [True, False])
-def test_sizes_in_turns_on_a_gpu(copies):
+@pytest.mark.parametrize("sizes", [{"pad_to": (8, 16, 32)}, {"dynamic": True}], ids=str)
+def test_sizes_in_turns_on_a_gpu(copies, sizes):
     """Graphs that share their memory, replayed in any order; nothing of it is left when they are gone."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(300, 2000), torch.nn.GELU(), torch.nn.Linear(2000, 300)).cuda()
     losses = lambda model, x: model(x).square().mean((1, 2))  # noqa: E731
     queries = {"grad": eachgrad.clipped_sum(1e-3), "norms": eachgrad.norms()}
-    ask = eachgrad.compile(model, losses, pad_to=(8, 16, 32), mode="reduce-overhead", copies=copies, **queries)
+    ask = eachgrad.compile(model, losses, mode="reduce-overhead", copies=copies, **sizes, **queries)
     for n in (32, 3, 12, 8, 31, 16, 1) * 7:
         x = torch.randn(n, 256, 300, device="cuda")
         got, want = ask(x), ask.eager((x,))
@@ -215,7 +260,10 @@ def test_sizes_in_turns_on_a_gpu(copies):
         for name, value in want.grad.items():
             torch.testing.assert_close(got.grad[name], value, rtol=1e-3, atol=1e-4 * float(value.abs().max()))
     assert not ask.reasons()
-    pools = {step.call.found.pool.id for graph in ask.graphs for step in graph.step.values() if step.call.found}
+    calls = [step.call for graph in ask.graphs for step in graph.step.values()]
+    replays = [one for call in calls for one in getattr(call, "each", {0: call}).values()]
+    assert sum(one.found is not None for one in replays) >= 3
+    pools = {one.found.pool.id for one in replays if one.found}
     assert len(pools) == 1
     (pool,) = pools
     assert replay.taken(pool) >= replay.LARGE  # or one piece was not tried

@@ -9,6 +9,8 @@ layouts as they were found, and compiled. Layouts are measured again at the 2nd,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -19,12 +21,13 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from eachgrad import padding
+from eachgrad.forward import Forward, Given, NotCompiled
 from eachgrad.queries import Accumulator, Answer, Query
 from eachgrad.receipt import call_loss
 from eachgrad.replay import Memory
 from eachgrad.step import Step
 from eachgrad.tape import record
-from eachgrad.traced import Given, Graph, NotCompiled
+from eachgrad.traced import Graph
 
 
 def compile(
@@ -35,6 +38,7 @@ def compile(
     backend: str = "inductor",
     mode: str | None = None,
     pad_to: int | Sequence[int] | None = None,
+    dynamic: bool | int = False,
     copies: bool = True,
     recompute: float = 0.1,
     **queries: Query,
@@ -46,8 +50,9 @@ def compile(
     losses, and `ask.reasons()` says why something is not compiled, and is answered eagerly instead.
 
     Each size of a batch has a graph of its own, unless `pad_to` says to how many samples batches are filled up: then one
-    graph does for all, or one for each of several sizes, of which a batch gets the next. Filled up is every tensor of the
-    batch that has B entries along `batch_dim`, as its first one has.
+    graph does for all, or one for each of several sizes, of which a batch gets the next. `dynamic` compiles one graph for
+    batches of any size; a number has them filled up to its next multiple. Filled up is every tensor of the batch that has
+    B entries along `batch_dim`, as its first one has.
 
     `mode="reduce-overhead"` (and "max-autotune") replays a CUDA graph, whose answers are copied for you: the next replay
     overwrites them. `copies=False` spares the copy, for loops that are done with an answer before the next call.
@@ -56,7 +61,7 @@ def compile(
     pointwise ops do: 1.0 takes the least memory, 0.0 the least time.
     """
     options = {"backend": backend, "mode": mode}
-    return Compiled(model, loss_fn, queries, batch_dim, options, pad_to, copies, recompute)
+    return Compiled(model, loss_fn, queries, batch_dim, options, padding.sizes_of(pad_to, dynamic), copies, recompute)
 
 
 class Compiled:
@@ -64,18 +69,18 @@ class Compiled:
 
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Tensor], queries: dict[str, Query], batch_dim: int,
-        options: dict[str, Any], pad_to: int | Sequence[int] | None = None, copies: bool = True, recompute: float = 0.0,
+        options: dict[str, Any], sizes: padding.Sizes | None = None, copies: bool = True, recompute: float = 0.0,
     ):  # fmt: skip
         Accumulator(**queries)  # checks them
         if not 0.0 <= recompute <= 1.0:
             raise ValueError(f"recompute is a share, from 0.0 to 1.0, not {recompute}")
-        if pad_to is not None:
+        if sizes is not None:
             padding.check(queries)
         if "losses" in queries:
             raise ValueError("losses is the name of the losses themselves: ask under another name")
         self.model, self.loss_fn, self.queries = model, loss_fn, queries
         self.batch_dim, self.recompute = batch_dim, recompute
-        self.pad_to = None if pad_to is None else padding.sizes_of(pad_to)
+        self.sizes = sizes
         self.replays = options.get("mode") in _WITHOUT_GRAPHS and torch.cuda.is_available()
         self.options = options | {"mode": _WITHOUT_GRAPHS.get(options.get("mode"), options.get("mode"))}
         self.lends = not self.replays or not copies
@@ -89,8 +94,25 @@ class Compiled:
         self._doubted = False
         # A compiler around this one has nothing to see here.
         self._answered: Any = torch.compiler.disable(self._answer_for)
-        front = _losses_of(model, loss_fn, weighted=pad_to is not None)
-        self._front = torch.compile(front, fullgraph=True, dynamic=False, backend=self._backend)
+        self._apart = ""  # why each size has a graph of its own, where one was asked for all
+        self._front = self._begun()
+
+    def _begun(self) -> Any:
+        front = _losses_of(self.model, self.loss_fn, weighted=self.sizes is not None)
+        dynamic = None if self.sizes is not None and self.sizes.are_open else False  # None: as far as it is marked
+        return torch.compile(front, fullgraph=True, dynamic=dynamic, backend=self._backend)
+
+    @property
+    def unit(self) -> int:
+        """What all sizes are multiples of."""
+        return 1 if self.sizes is None else self.sizes.unit
+
+    def part(self, reason: str) -> None:
+        """Go on with a graph for each size, of which there are few."""
+        assert self.sizes is not None
+        self._apart, self.sizes = f"each size has a graph of its own: {reason}", replace(self.sizes, few=True)
+        self.graphs.clear()
+        self._front = self._begun()
 
     def __call__(self, *batch: Any) -> Answer:
         """The answers for this batch."""
@@ -112,8 +134,7 @@ class Compiled:
 
     def again(self, *batch: Any) -> Answer:
         """The answer for a batch whose compiled one is in doubt: the eager one."""
-        self.release()  # eagerly it takes more memory
-        return self.eager(batch)
+        return self.with_room(lambda: self.eager(batch))
 
     def settle(self) -> None:
         """Hear of the steps that are still at work whether they have a doubt."""
@@ -124,7 +145,7 @@ class Compiled:
     def _answer_for(self, *batch: Any) -> Answer:
         if self._refused:
             return self.eager(batch)
-        filled = None if self.pad_to is None else padding.padded(batch, self.pad_to, self.batch_dim)
+        filled = None if self.sizes is None else padding.padded(batch, self.sizes, self.batch_dim)
         self._given = Given(batch, filled)
         try:
             with torch._dynamo.config.patch(_SETTINGS):
@@ -140,8 +161,15 @@ class Compiled:
 
     def reasons(self) -> list[str]:
         """Why batches are answered eagerly, or without a CUDA graph where one was asked for."""
-        refused = [self._refused] if self._refused else []
+        refused = [reason for reason in (self._refused, self._apart) if reason]
         return refused + [reason for graph in self.graphs for reason in graph.reasons()]
+
+    def with_room(self, run: Callable[[], Answer]) -> Answer:
+        """What `run` returns, which takes more memory than a compiled step: if it does not get it, CUDA graphs give way."""
+        with suppress(torch.OutOfMemoryError):
+            return run()
+        self.release()
+        return run()
 
     def release(self) -> None:
         """Give the memory of CUDA graphs back; they are captured again when they are needed."""
@@ -153,7 +181,8 @@ class Compiled:
         (returned,) = gm.graph.find_nodes(op="output")[0].args
         if len(returned) != 1:  # type: ignore[arg-type]
             raise NotCompiled("the forward keeps a tensor for later, beside the losses")
-        graph = Graph(self, gm)
+        forward = Forward(self.model, self.queries, gm)
+        graph = Graph(self, forward, dynamic=any(isinstance(a, torch.SymInt) for a in example))
         self.graphs.append(graph)
 
         def run(*args: Any) -> Any:
@@ -186,7 +215,10 @@ _WITHOUT_GRAPHS: dict[str | None, str | None] = {
 }
 
 # Every shape and every way through the model is a graph of its own: as many as there are.
-_SETTINGS = {"allow_rnn": True, "recompile_limit": 1000, "accumulated_recompile_limit": 100_000}
+_SETTINGS = {
+    "allow_rnn": True, "recompile_limit": 1000, "accumulated_recompile_limit": 100_000,
+    "assume_static_by_default": True, "automatic_dynamic_shapes": False,
+}  # fmt: skip
 
 
 def _losses_of(model: nn.Module, loss_fn: Callable[..., Tensor], weighted: bool) -> Callable[..., Tensor]:

@@ -13,6 +13,43 @@ from torch.utils._pytree import tree_map
 from eachgrad.graph import tensors_in
 from eachgrad.queries import Answer, Query
 
+# Fewer samples are filled up where any number may come: a compiler takes one sample for a special case, and where the
+# samples lie may not be seen if some of a few have no gradient.
+FEWEST = 8
+
+STEPS = 4  # sizes between one and its double, where each has a graph of its own
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that batches are filled up to: those given, or multiples of `unit`."""
+
+    given: tuple[int, ...] = ()
+    unit: int = 1
+    few: bool = False  # of the multiples, a few for each power of two
+
+    @property
+    def are_open(self) -> bool:
+        """Whether one graph is for all of them."""
+        return not self.given and not self.few
+
+    def fit(self, B: int) -> int:
+        """The size for a batch of B samples."""
+        if not self.given and B:
+            return self._up(max(B, FEWEST))
+        if not self.given:
+            raise ValueError("a batch without samples has no answer: skip an empty one")
+        if not 0 < B <= self.given[-1]:
+            raise ValueError(
+                f"a batch of {B} samples is not between 1 and pad_to={self.given[-1]}: split a larger one, skip an empty one"
+            )
+        return next(size for size in self.given if size >= B)
+
+    def _up(self, B: int) -> int:
+        step = max(1, 1 << (B - 1).bit_length() >> STEPS.bit_length()) if self.few else 1
+        step = -(-step // self.unit) * self.unit
+        return -(-B // step) * step
+
 
 @dataclass(frozen=True)
 class Padding:
@@ -29,12 +66,18 @@ class Padding:
         return Answer(**found, losses=answer.losses[: self.samples])
 
 
-def sizes_of(pad_to: int | Sequence[int]) -> tuple[int, ...]:
-    """The sizes that batches are filled up to, in order."""
+def sizes_of(pad_to: int | Sequence[int] | None, dynamic: bool | int) -> Sizes | None:
+    """The sizes that batches are filled up to; None where each has its own."""
+    if not isinstance(dynamic, int) or dynamic < 0:
+        raise ValueError(f"dynamic is True, or a number that sizes are multiples of, not {dynamic!r}")
+    if pad_to is None:
+        return Sizes(unit=int(dynamic)) if dynamic else None
+    if dynamic:
+        raise ValueError("pad_to has the sizes of batches, and dynamic allows for all: pass one of them")
     sizes = (pad_to,) if isinstance(pad_to, int) else tuple(pad_to) if isinstance(pad_to, Sequence) else ()
     if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
         raise ValueError(f"pad_to is a positive number of samples, or several, not {pad_to!r}")
-    return tuple(sorted(set(sizes)))
+    return Sizes(tuple(sorted(set(sizes))))
 
 
 def check(queries: Mapping[str, Query]) -> None:
@@ -42,28 +85,34 @@ def check(queries: Mapping[str, Query]) -> None:
     for name, query in queries.items():
         if not query.pads:
             raise ValueError(
-                f"{name}: {type(query).__name__} has no answer over batches that are filled up: ask it without pad_to, or "
-                "in another compile"
+                f"{name}: {type(query).__name__} has no answer over batches that are filled up: ask it without pad_to and "
+                "dynamic, or in another compile"
             )
 
 
-def padded(batch: tuple, sizes: tuple[int, ...], dim: int) -> Padding:
+def padded(batch: tuple, sizes: Sizes, dim: int) -> Padding:
     """Fill up every tensor of the batch that has B entries along `dim`, as the first one has, to the next of the sizes."""
     given = [t for t in tensors_in(batch) if t.ndim > dim]
     if not given:
-        raise ValueError(f"pad_to fills up the tensors of a batch along dimension {dim}, and none has that dimension")
-    B, device = given[0].shape[dim], given[0].device
-    if not 0 < B <= sizes[-1]:
         raise ValueError(
-            f"a batch of {B} samples is not between 1 and pad_to={sizes[-1]}: split a larger one, skip an empty one"
+            f"pad_to and dynamic fill up the tensors of a batch along dimension {dim}, and none has that dimension"
         )
-    size = next(size for size in sizes if size >= B)
+    B, device = given[0].shape[dim], given[0].device
+    size = sizes.fit(B)
     places = torch.arange(size, device=device)
     weights, index = (places < B).to(torch.float32), places.clamp(max=B - 1)
 
     def fill(t: Any) -> Any:
-        if not isinstance(t, Tensor) or t.ndim <= dim or t.shape[dim] != B or size == B:
+        if not isinstance(t, Tensor) or t.ndim <= dim or t.shape[dim] != B:
             return t
-        return t.index_select(dim, index.to(t.device))
+        filled = t if size == B else t.index_select(dim, index.to(t.device))
+        return opened(filled, dim) if sizes.are_open else filled
 
-    return Padding(tree_map(fill, batch), weights, B, size)
+    return Padding(tree_map(fill, batch), opened(weights, 0) if sizes.are_open else weights, B, size)
+
+
+def opened(t: Tensor, dim: int) -> Tensor:
+    """A tensor that a compiler makes one graph of for any size along `dim`, where it can; the one given is left as it is."""
+    t = t.view_as(t)
+    torch._dynamo.maybe_mark_dynamic(t, dim)
+    return t

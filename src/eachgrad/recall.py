@@ -8,9 +8,10 @@ again, and measured again at the 2nd, 4th, 8th, ... call, in case something mixe
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from eachgrad import layout as lay
@@ -65,6 +66,15 @@ class Plan:
         mine, theirs = (list(map(_key, plan.layouts)) for plan in (self, other))
         return self.wanted == other.wanted and mine == theirs
 
+    def alike(self, other: Plan) -> bool:
+        """The same for two batches of whatever sizes, where no layout but a regular one is planned."""
+        mine, theirs = (list(map(_kind, plan.layouts)) for plan in (self, other))
+        return self.wanted == other.wanted and mine == theirs
+
+    def of_size(self, B: int) -> Plan:
+        """The plan for B samples of a forward whose layouts are all regular, and that runs the same ops for any number."""
+        return replace(self, layouts=[_of_size(place, B) for place in self.layouts])
+
     def note(self, uses: list[Use], accepted: Accepted) -> None:
         """Remember which uses counted for which of their sources."""
         counted = {id(item.use): some for item, some in accepted}
@@ -113,6 +123,22 @@ def _key(place: lay.Layout | None) -> Hashable:
     if not isinstance(place, lay.Along) or place.fold is None:
         return place
     return place.dim, place.fold.kind, tuple(map(tuple, place.fold.index.tolist()))
+
+
+def _kind(place: lay.Layout | None) -> Hashable:
+    if not isinstance(place, lay.Along):
+        return type(place)
+    return place.dim, None if place.fold is None else place.fold.kind
+
+
+def _of_size(place: lay.Layout | None, B: int) -> lay.Layout | None:
+    if not isinstance(place, lay.Along) or place.fold is None:
+        return place
+    assert place.fold.kind != "ragged"
+    each = place.fold.index.shape[1]
+    index = torch.arange(B * each, device=place.fold.index.device)
+    rows = index.view(B, each) if place.fold.kind == "outer" else index.view(each, B).T
+    return replace(place, fold=replace(place.fold, index=rows))
 
 
 def is_regular(layout: lay.Layout | None) -> bool:

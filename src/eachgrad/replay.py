@@ -42,7 +42,7 @@ def taken(pool: tuple[int, int]) -> int:
 
 def captured(call: Call, args: Sequence[Any], room: int = 0, pool: Any = None, stream: Any = None) -> Captured:
     """A graph of the call. `room`: bytes that are taken in one piece before."""
-    graph, was_on = torch.cuda.CUDAGraph(), gc.isenabled()
+    graph, was_on, before = torch.cuda.CUDAGraph(), gc.isenabled(), torch.cuda.current_stream()
     stream, pool = stream or torch.cuda.Stream(), pool or torch.cuda.MemPool()
     gc.collect()
     gc.disable()  # what it frees on the way, such as a module of kernels, may be forbidden during a capture
@@ -54,14 +54,25 @@ def captured(call: Call, args: Sequence[Any], room: int = 0, pool: Any = None, s
         with torch.cuda.graph(graph, pool=pool.id, stream=stream, capture_error_mode="thread_local"):
             return Captured(graph, call(args), pool, stream)
     except RuntimeError:
-        # The generator would take itself to be in a capture for ever.
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        generator.graphsafe_set_state(generator.clone_state())
+        _end(pool, before)
         raise
     finally:
         _forget_workspaces()
         if was_on:
             gc.enable()
+
+
+def _end(pool: Any, stream: Any) -> None:
+    """Let torch know that a capture has failed: it would take itself to be in one for ever, on another stream.
+
+    Its generator draws nothing then, and its memory is not given back: a pool that goes would end the process.
+    """
+    torch.cuda.set_stream(stream)
+    device = torch.cuda.current_device()
+    generator = torch.cuda.default_generators[device]
+    generator.graphsafe_set_state(generator.clone_state())
+    with suppress(RuntimeError):  # it has been told
+        torch._C._cuda_endAllocateToPool(device, pool.id)
 
 
 def _forget_workspaces() -> None:
@@ -99,37 +110,72 @@ def _tried(call: Call, args: Sequence[Any], room: int) -> tuple[int, int]:
 class Memory:
     """The memory of several graphs, of which one is replayed at a time and its answers are used before the next is.
 
-    What one writes on its way may lie where another's does: together they take about what the largest takes.
+    What one writes may lie where another's does: together they take about what the largest takes.
     """
 
     def __init__(self) -> None:
         self.room: int | None = None  # what is taken in one piece, once that is known
+        self.size = 0  # the largest so far
         self._users = weakref.WeakSet[Replay]()
         self._pool: Any = None
         self._stream: Any = None  # memory that is free on one stream is not on another
+        self._inputs: dict[tuple, Tensor] = {}
 
-    def captured(self, user: Replay, call: Call, args: Sequence[Any]) -> Captured:
-        """A graph of the call for this user."""
+    def captured(self, user: Replay, call: Call, args: Sequence[Any], size: int = 0) -> Captured:
+        """A graph of the call for this user; `size` grows with the memory that it takes."""
+        if size > self.size:
+            # What the smaller ones have would not do, and would stay: they are captured again in what this one takes.
+            for other in list(self._users):
+                other.release()
+            self.room, self.size = None, size
         if self.room is None:
             self.room = best_room(call, args)
         found = captured(call, args, self.room if self._pool is None else 0, self._pool, self._stream)
         self._pool, self._stream = found.pool, found.stream
         self._users.add(user)
-        return found
+        if not size:
+            return found
+        held = found.graph, found.pool  # as long as somebody has an answer
+        return found._replace(outputs=tuple(lent(t, held) for t in found.outputs))
+
+    def input(self, place: int, like: Tensor, size: int) -> Tensor:
+        """A copy of an argument, for good; in memory that graphs of other sizes use as well, if there are such."""
+        if not size or not like.is_contiguous():
+            return like.clone()
+        key = place, like.dtype, like.device
+        if key not in self._inputs or self._inputs[key].numel() < like.numel():
+            self._inputs[key] = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
+        return self._inputs[key][: like.numel()].view(like.shape).copy_(like)
 
     def drop(self, user: Replay) -> None:
         """The user's graph is gone: with the last one goes the memory."""
         self._users.discard(user)
         if not self._users:
             self._pool = self._stream = None
+            self._inputs.clear()
+
+
+def lent(t: Tensor, held: object) -> Tensor:
+    """The same numbers, in memory that does not count as taken: another graph of the same memory may write there."""
+    if not t.is_cuda:
+        return t
+    mine = t.untyped_storage()
+    storage = torch._C._construct_storage_from_data_pointer(mine.data_ptr(), t.device, mine.nbytes())  # pyright: ignore
+    found = torch.empty(0, dtype=t.dtype, device=t.device)
+    found = found.set_(storage, t.storage_offset(), t.shape, t.stride())
+    found.eachgrad_held = held  # type: ignore[attr-defined]
+    return found
 
 
 class Replay:
     """Calls `call(args)` as it is once, which compiles it, and by a graph from then on."""
 
-    def __init__(self, call: Call, copied: frozenset[int], memory: Memory | None = None):
-        """`copied`: the places of the arguments that are copied, since they are others every time."""
-        self.call, self.copied, self.memory = call, copied, memory or Memory()
+    def __init__(self, call: Call, copied: frozenset[int], memory: Memory | None = None, size: int = 0):
+        """`copied`: the places of the arguments that are copied, since they are others every time.
+
+        `size`: the samples of the batch, where there are replays of other sizes.
+        """
+        self.call, self.copied, self.memory, self.size = call, copied, memory or Memory(), size
         self.warm = False
         self.captures = 0
         self.reason = ""  # why there is no graph
@@ -176,14 +222,45 @@ class Replay:
             self.reason = "tensors beside the batch lie elsewhere in memory every time"
         if self.reason:
             return
-        self.own = [args[k].clone() for k in sorted(self.copied)]
+        self.own = [self.memory.input(k, args[k], self.size) for k in sorted(self.copied)]
         mine = dict(zip(sorted(self.copied), self.own, strict=True))
         places = {t.device for t in tensors.values() if t.is_cuda}
         try:
             with torch.cuda.device(places.pop()) if len(places) == 1 else nullcontext():
-                self.found = self.memory.captured(self, self.call, [mine.get(k, a) for k, a in enumerate(args)])
+                given = [mine.get(k, a) for k, a in enumerate(args)]
+                self.found = self.memory.captured(self, self.call, given, self.size)
+        except torch.OutOfMemoryError:
+            self._release()  # there may be more of it next time
+            self.reason = "there is too little memory for it" if self.captures >= MOST else ""
+            return
         except RuntimeError as error:
             self._release()
             self.reason = f"it cannot be captured: {str(error).partition(chr(10))[0]}"
             return
         self.addresses = {k: a.data_ptr() for k, a in tensors.items() if k not in self.copied}
+
+
+class Replays:
+    """Calls `call(args)` by a graph for each size of the batch."""
+
+    def __init__(self, call: Call, copied: frozenset[int], memory: Memory, counted: tuple[int, int]):
+        """`counted`: the place of an argument that has all samples, and the dimension they lie along."""
+        self.call, self.copied, self.memory, self.counted = call, copied, memory, counted
+        self.each: dict[int, Replay] = {}
+
+    def __call__(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
+        place, dim = self.counted
+        size = args[place].shape[dim]
+        if size not in self.each:
+            self.each[size] = Replay(self.call, self.copied, self.memory, size)
+        return self.each[size](args)
+
+    @property
+    def reason(self) -> str:
+        """Why there is no graph for some size."""
+        return next((f"{n} samples: {one.reason}" for n, one in self.each.items() if one.reason), "")
+
+    def release(self) -> None:
+        """Give the graphs' memory back; the next calls capture others."""
+        for one in self.each.values():
+            one.release()

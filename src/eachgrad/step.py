@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +15,10 @@ from eachgrad.functions import without_autocast
 from eachgrad.kernels.signals import Slot
 from eachgrad.laying import laid_out
 from eachgrad.ordering import in_order, soon
+from eachgrad.padding import opened
 from eachgrad.recompute import recompute, turn_of
-from eachgrad.replay import Memory, Replay
+from eachgrad.replay import Memory, Replay, Replays
+from eachgrad.sizes import of_any_size
 from eachgrad.tidy import changes, may_differ, merge, narrow, narrow_signs, write_apart
 
 
@@ -24,6 +26,7 @@ from eachgrad.tidy import changes, may_differ, merge, narrow, narrow_signs, writ
 class Step:
     call: Callable[[Sequence[Any]], tuple[Tensor, ...]]  # of all arguments of the graph
     slots: list[Slot]
+    checked: set[int] = field(default_factory=set)  # sizes of batches whose answer was compared with the eager one
 
     def run(self, args: tuple) -> tuple[Tensor, ...]:
         """The losses and the answers, or what will be them: `has_doubt` is to be asked next."""
@@ -46,11 +49,11 @@ class Step:
     @property
     def reason(self) -> str:
         """Why it has no CUDA graph, where one was asked for."""
-        return self.call.reason if isinstance(self.call, Replay) else ""
+        return self.call.reason if isinstance(self.call, (Replay, Replays)) else ""
 
     def release(self) -> None:
         """Give memory back that is needed again only when the step runs next."""
-        if isinstance(self.call, Replay):
+        if isinstance(self.call, (Replay, Replays)):
             self.call.release()
 
 
@@ -61,15 +64,59 @@ class Graphs(NamedTuple):
     memory: Memory
 
 
+class Samples(NamedTuple):
+    """Which arguments of a graph have samples, along which dimension; and how many they are."""
+
+    dims: dict[int, int]
+    size: int
+
+    @property
+    def first(self) -> tuple[int, int]:
+        """One of them, and its dimension."""
+        return next(iter(self.dims.items()))
+
+
 def compiled(
-    traced: GraphModule, held: dict[int, nn.Parameter], slots: list[Slot], options: dict[str, Any],
-    graphs: Graphs | None, share: float = 0.0,
+    traced: GraphModule, slots: list[Slot], held: dict[int, nn.Parameter], options: dict[str, Any],
+    graphs: Graphs | None, share: float = 0.0, samples: Samples | None = None,
+    others: Mapping[int, GraphModule] | None = None,
 ) -> Step:  # fmt: skip
     """The step of a traced graph, for `torch.compile` with these options.
 
     About this `share` of what the backward needs of the forward is computed again, where that is cheap, and not kept.
-    `held` are the arguments that are parameters, by their places. With `graphs` it is a CUDA graph.
+    `held` are the arguments that are parameters, by their places. With `graphs` it is a CUDA graph. With the graphs of
+    `others`, for other numbers of `samples`, it is one for any.
     """
+    found = _tidied(traced, options, share)
+    if samples is not None:
+        for other in (others or {}).values():
+            _tidied(other, options, share)
+        traced = of_any_size({samples.size: traced, **(others or {})}, samples.first)
+    dynamic = False if samples is None else None  # as far as it is marked
+    step: Any = torch.compile(_Traced(traced, held), fullgraph=True, dynamic=dynamic, **found)
+
+    def call(args: Sequence[Any]) -> tuple[Tensor, ...]:
+        if samples is not None:
+            args = _open(args, samples)
+        return step([a for k, a in enumerate(args) if k not in held])
+
+    if graphs is None:
+        return Step(call, slots)
+    if samples is None:
+        return Step(Replay(call, graphs.given, graphs.memory), slots)
+    return Step(Replays(call, graphs.given, graphs.memory, samples.first), slots)
+
+
+def _open(args: Sequence[Any], samples: Samples) -> list[Any]:
+    """The arguments, those with samples marked for the compiler, without the numbers that it finds by itself."""
+    found = [a if isinstance(a, Tensor) else None for a in args]
+    for k, dim in samples.dims.items():
+        found[k] = opened(args[k], dim)
+    return found
+
+
+def _tidied(traced: GraphModule, options: dict[str, Any], share: float) -> dict[str, Any]:
+    """Make a traced graph cheaper, without changing a number; the options to compile it with."""
     from torch._functorch.compile_utils import fx_graph_cse
 
     write_apart(traced.graph)
@@ -87,12 +134,7 @@ def compiled(
             soon(traced.graph, turn_of(traced.graph))
             options = in_order(options)
     traced.recompile()
-    step: Any = torch.compile(_Traced(traced, held), fullgraph=True, dynamic=False, **options)
-
-    def call(args: Sequence[Any]) -> tuple[Tensor, ...]:
-        return step([a for k, a in enumerate(args) if k not in held])
-
-    return Step(call if graphs is None else Replay(call, graphs.given, graphs.memory), slots)
+    return options
 
 
 def takes_any_layout(backend: str) -> bool:

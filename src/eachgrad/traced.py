@@ -2,52 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
-from eachgrad import doubts, padding
 from eachgrad.agreement import difference, is_rough
-from eachgrad.capture import Recorder
-from eachgrad.cover import Solved, accept
 from eachgrad.errors import CaptureError
-from eachgrad.functions import without_autocast
-from eachgrad.gradient import Gradient, costs_of
-from eachgrad.grads import PerSampleGrads
-from eachgrad.graph import named_trainable, tensors_in
-from eachgrad.kernels.signals import Slot
-from eachgrad.passes import Passes, marked
-from eachgrad.queries import Accumulator, Answer
-from eachgrad.recall import Plan, is_regular, measured
-from eachgrad.receipt import Record
-from eachgrad.solve import blocks_of, solved
-from eachgrad.step import Graphs, Step, compiled
-from eachgrad.tidy import writes_into_arguments
+from eachgrad.forward import Forward, Given, NotCompiled, Traced
+from eachgrad.queries import Answer
+from eachgrad.recall import Plan
+from eachgrad.sizes import NotAlike, of_any_size, others, resized
+from eachgrad.step import Graphs, Samples, Step, compiled
 
 if TYPE_CHECKING:
     from eachgrad.compiled import Compiled
-
-
-@dataclass(frozen=True)
-class Given:
-    """A batch as it was given, and as the graph takes it."""
-
-    batch: tuple
-    filled: padding.Padding | None = None
-
-    @property
-    def arguments(self) -> tuple:
-        return self.batch if self.filled is None else (*self.filled.batch, self.filled.weights)
-
-
-class NotCompiled(Exception):
-    """This graph is answered eagerly, for this reason."""
 
 
 def _generators() -> list[Tensor]:
@@ -60,22 +34,8 @@ def _same(before: list[Tensor], after: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def _places(args: Sequence[Any], batch: tuple) -> list[int]:
-    """Which arguments are tensors of the batch."""
-    ids = {id(t) for t in tensors_in(batch)}
-    return [k for k, a in enumerate(args) if id(a) in ids]
-
-
-def _check_filled(losses: Tensor, fixed: Tensor) -> None:
-    """Samples that are added must not change the others' losses."""
-    found = losses.detach()[: len(fixed)]
-    slack = 1e-2 if losses.dtype in (torch.float16, torch.bfloat16) or losses.is_cuda else 1e-4
-    size = float(fixed.nan_to_num(0.0, 0.0, 0.0).abs().mean())
-    if not torch.allclose(found, fixed, rtol=slack, atol=slack * size, equal_nan=True):
-        raise NotCompiled(
-            "filled up to pad_to samples, the batch has other losses: samples are mixed, or a tensor that has as many "
-            "entries as there are samples by chance was filled up as well. Pass such a tensor another way than in the batch."
-        )
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 @dataclass
@@ -83,19 +43,16 @@ class Graph:
     """One graph of the front end: a forward and its loss, for one set of shapes and one way through the Python code."""
 
     owner: Compiled
-    gm: GraphModule
+    forward: Forward
+    dynamic: bool = False  # whether it is for batches of any size
     calls: int = 0
     reason: str = ""  # why it is not compiled, if it is not
     plan: Plan | None = None  # where the samples lie, as it was measured last
-    names: list[str | None] = field(default_factory=list)  # of each argument that is a parameter
-    given: frozenset[int] = frozenset()  # arguments that are tensors of the batch
-    inputs: set[int] = field(default_factory=set)  # those of them that hold samples
     step: dict[Any, Step] = field(default_factory=dict)  # compiled, by the state of autocast
     held: list[Tensor] = field(default_factory=list)  # the parameters that are compiled into it
-    unused: list[tuple[Tensor, bool]] = field(default_factory=list)  # others, and whether they were trained: zeros
-    spec: TreeSpec | None = None
-    slots: list[Slot] = field(default_factory=list)  # of the step that was traced last
-    fresh: bool = False  # whether nothing has been compared with the eager answers yet
+    fresh: Step | None = None  # whose answer is to be compared with the eager one
+    traced: list[Traced] = field(default_factory=list)  # the step, as it was traced; if for any size, then for several
+    sizes: tuple[int, ...] = ()  # those
     traces: bool = True  # whether forward, backward and answers could be traced, as far as it was tried
 
     def reasons(self) -> list[str]:
@@ -107,32 +64,41 @@ class Graph:
         """The answer for this batch, and what the graph returns."""
         self.calls += 1
         due = self.calls & (self.calls - 1) == 0
-        found = None if due or self.plan is None else self._run_step(args)
+        found = None if due or self.plan is None else self._run_step(args, given.size)
         if found is None:
             self.owner.settle()
-            self.owner.release()  # eagerly it takes more memory
-            drawn = _generators()
-            answer = self.owner.eager(given.batch)
-            if due:
-                fixed = answer.losses if _same(drawn, _generators()) else None
-                self._measure(args, given, len(answer.losses), fixed)
+            answer = self.owner.with_room(lambda: self._eagerly(args, given, due))
             return answer, (answer.losses,)
         losses, *leaves = found if self.owner.lends else [t.clone() for t in found]
-        assert self.spec is not None
-        answer = Answer(**tree_unflatten(list(leaves), self.spec))
+        answer = Answer(**tree_unflatten(list(leaves), self.traced[0].spec))
         answer.losses = losses
         if given.filled is not None:
             answer = given.filled.undo(answer, self.owner.queries)
-        if self.fresh:
+        if self.fresh is not None:
             answer = self._checked(answer, args, given)
         return answer, (losses,)
 
+    def _eagerly(self, args: tuple, given: Given, measure: bool) -> Answer:
+        drawn = _generators()
+        answer = self.owner.eager(given.batch)
+        if measure:
+            fixed = answer.losses if _same(drawn, _generators()) else None
+            self._measure(args, given, len(answer.losses), fixed)
+        return answer
+
     def _checked(self, answer: Answer, args: tuple, given: Given) -> Answer:
         """The first answer of a compiled step, if it is the eager one; that one, and no compiled one ever, if not."""
-        self.fresh, drawn = False, _generators()
-        wanted = self.owner.eager(given.batch)
-        if not _same(drawn, _generators()):
-            return answer  # random numbers, which are others every time
+        assert self.fresh is not None
+        self.fresh.checked.add(given.size)
+        self.fresh, drawn = None, _generators()
+        wanted = self.owner.with_room(lambda: self.owner.eager(given.batch))
+        if not _same(drawn, _generators()):  # random numbers, which are others every time
+            try:
+                self._confirm(args, given.size) if self.dynamic else None
+            except NotAlike as error:
+                self.owner.part(str(error))
+                return wanted
+            return answer
         far = difference(answer, wanted, is_rough(args))
         if not far:
             return answer
@@ -147,35 +113,42 @@ class Graph:
             step.release()
         self.step.clear()
 
-    def _run_step(self, args: tuple) -> tuple[Tensor, ...] | None:
+    def _run_step(self, args: tuple, size: int) -> tuple[Tensor, ...] | None:
         """Losses and answers by the compiled step; None where there is none, or where it has a doubt."""
         kinds = {a.device.type for a in args if isinstance(a, Tensor)}
         key = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds))
-        held = [a for a, name in zip(args, self.names, strict=True) if name is not None]
+        held = [a for a, name in zip(args, self.forward.names, strict=True) if name is not None]
         if len(held) != len(self.held) or any(a is not b for a, b in zip(held, self.held, strict=True)):
             self.held = held
             self._forget()  # what is compiled has other parameters in it: one was replaced
-        if any(p.requires_grad != trained for p, trained in self.unused):
+        if any(p.requires_grad != trained for some in self.traced for p, trained in some.unused):
             self._forget()  # it has answers about those that were trained in it
         known = key in self.step
         try:
-            step = self.step[key] if known else self._compiled(args)
+            step = self.step[key] if known else self._compiled(args, size)
             self.owner.settle()  # of one that runs again the flag would be lost
             found = step.run(args)
         except torch.OutOfMemoryError:
             if known:
                 raise
             return None
+        except NotAlike as error:
+            self.plan = None
+            self.owner.part(str(error))
+            return None
         except Exception as error:  # whatever the compiler says of what it cannot trace
+            if self.dynamic and known and size not in self.step[key].checked:
+                self.owner.part(f"{size} samples: {_first_line(error)}")
+                return None
             if known:
                 raise
             self.plan, self.traces = None, False
-            self.reason = f"it cannot be traced: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            self.reason = f"it cannot be traced: {_first_line(error)}"
             return None
         self.step[key] = step
-        self.fresh = self.fresh or not known
+        self.fresh = None if size in step.checked else step
         self.owner.unsettled.append(step)  # also while it is waited for: what is interrupted comes late
-        if self.owner.trusts and not self.fresh:
+        if self.owner.trusts and self.fresh is None:
             return found
         doubt = step.has_doubt()
         self.owner.unsettled.remove(step)
@@ -188,105 +161,47 @@ class Graph:
         """
         if not self.traces:
             return
-        self.given = frozenset(_places(args, given.arguments))
-        if given.filled is not None:  # what does not count would leave no trace
-            weights, B = given.filled.weights, given.filled.size
-            args = tuple(torch.ones_like(a) if a is weights else a for a in args)
-        known = {id(p): name for name, p in named_trainable(self.owner.model).items()}
-        self.names = [known.get(id(a)) for a in args]
-        batch = given.batch if given.filled is None else given.filled.batch
-        dim = self.owner.batch_dim
-        self.inputs = {k for k in _places(args, batch) if args[k].ndim > dim and args[k].shape[dim] == B}
-        others = [a for a, n in zip(args, self.names, strict=True) if isinstance(a, Tensor) and n is None]
-        buffers = [(a, a._version, a.clone()) for a in others]
+        B = given.size or B
+        self.forward.look(args, given, B, self.owner.batch_dim)
         try:
-            self._check_graph()
-            recorder, losses = self._record(args)
-            if given.filled is not None and fixed is not None:
-                _check_filled(losses, fixed)
-            passes = Passes(recorder, [losses])
-            plain = passes.run([losses], [torch.ones_like(losses)])
-            uses = solved(recorder, plain, marked(passes, [losses], lambda marks, k: [marks.weights(k, losses)], B))
-            accepted = accept(recorder, uses, [losses])
-            self._check(uses)
+            found = self.forward.found(self.forward.counting(args), B, fixed if given.size else None)
         except (CaptureError, NotCompiled) as error:
             self.plan, self.reason = None, str(error)
             return
-        finally:
-            for a, version, value in buffers:
-                if a._version != version:
-                    a.copy_(value)
-        found = measured(recorder.uses, plain, uses)
-        found.note(recorder.uses, accepted)
-        if self.plan is None or not found.same(self.plan):
+        if self.plan is None or not (found.alike(self.plan) if self.dynamic else found.same(self.plan)):
             self._forget()  # what is compiled has the old layouts in it
         self.plan, self.reason = found, ""
 
-    def _check_graph(self) -> None:
-        for node in self.gm.graph.nodes:
-            if isinstance(node.target, HigherOrderOperator):
-                names = ", ".join(repr(name) for name in self.names if name is not None)
-                raise NotCompiled(
-                    f"the forward has {node.target.name()} in it (an autograd.Function, a checkpoint, a control flow op), "
-                    f"which is answered eagerly; parameters {names}"
-                )
-
-    def _check(self, uses: list[Solved]) -> None:
-        for item in uses:
-            if item.use.piece is not None:
-                raise NotCompiled(f"{item.use}: it has no rule, and is answered eagerly")
-            if item.layout is not None and not is_regular(item.layout):
-                raise NotCompiled(
-                    f"{item.use}: the samples lie in no regular order, which may be another one next time"
-                )
-
-    def _record(self, args: Sequence[Any]) -> tuple[Recorder, Tensor]:
-        parameters = {n: a for n, a in zip(self.names, args, strict=True) if n is not None}
-        others = [a for k, a in enumerate(args) if isinstance(a, Tensor) and k not in self.given]
-        recorder = Recorder(parameters, [a for a in others if not a.requires_grad], None)
-        recorder.tensors.mark_strong([args[k] for k in sorted(self.inputs)])
-        with recorder:
-            out = self.gm(*args)
-        return recorder, out[0] if isinstance(out, (tuple, list)) else out
-
-    def _compiled(self, args: tuple) -> Step:
-        from torch.fx.experimental.proxy_tensor import make_fx
-
-        traced = make_fx(self._step, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
-        if writes_into_arguments(traced.graph):
-            raise NotCompiled(
-                "the forward writes into a buffer or an input: where the eager code must answer instead, it would twice"
-            )
-        held = {k: a for k, (a, name) in enumerate(zip(args, self.names, strict=True)) if name is not None}
-        graphs = Graphs(self.given, self.owner.memory) if self.owner.replays else None
-        return compiled(traced, held, self.slots, self.owner.options, graphs, self.owner.recompute)
-
-    def _step(self, *args: Any) -> tuple[Tensor, ...]:
-        """Forward, backward and answers, as they are traced: whether the answers can be trusted, losses, answers."""
+    def _compiled(self, args: tuple, size: int) -> Step:
         assert self.plan is not None
-        fresh = [a if n is None else a.detach().requires_grad_() for n, a in zip(self.names, args, strict=True)]
-        with torch.enable_grad():
-            recorder, losses = self._record(fresh)
-            passes = Passes(recorder, [losses])
-            plain = passes.run([losses], [torch.ones_like(losses)], keep=False)
-        with torch.no_grad(), without_autocast(), doubts.gathered() as noted:
-            B = len(losses)
-            accepted = self.plan.accepted(recorder.uses, plain)
-            blocks = blocks_of(recorder, accepted, B)
-            given = {n: a for n, a in zip(self.names, fresh, strict=True) if n is not None}
-            # A parameter that the graph does not use is no argument of it.
-            every = named_trainable(self.owner.model)
-            self.unused = [(p, p.requires_grad) for n, p in self.owner.model.named_parameters() if n not in given]
-            parameters = {
-                n: given[n] if n in given else torch.empty(p.shape, dtype=p.dtype, device=p.device)
-                for n, p in every.items()
-            }
-            gradients = {n: Gradient(n, p, blocks.get(n), B) for n, p in parameters.items()}
-            grads = PerSampleGrads(gradients, B, Record(self.owner.model, recorder, accepted), None)
-            asked = Accumulator(**self.owner.queries)
-            asked.run(grads._over, B, costs_of(grads), grads.feed)
-            leaves, self.spec = tree_flatten(vars(asked.answer()))
-            if not all(isinstance(leaf, Tensor) for leaf in leaves):
-                raise NotCompiled("an answer is no tensor")
-            doubt, self.slots = noted.any(losses.device), noted.slots
-        return (doubt, losses.detach(), *leaves)
+        if not self.dynamic:
+            self.traced = [self.forward.traced(args, self.plan)]
+            return self._step(args, self.traced[0])
+        # With as many samples as there are positions, two numbers are one by chance: then from other sizes.
+        with suppress(NotAlike):
+            return self._of_any_size(args, size)
+        return self._of_any_size(args, size + 5 * self.owner.unit)
+
+    def _of_any_size(self, args: tuple, size: int) -> Step:
+        """A step for any number of samples, from those for so many and for others."""
+        traces = {n: self._traced_for(n, args) for n in (size, *others(size, self.owner.unit))}
+        # What is compiled is changed.
+        self.traced = [some._replace(gm=GraphModule(some.gm, deepcopy(some.gm.graph))) for some in traces.values()]
+        self.sizes = tuple(traces)
+        first = traces.pop(size)
+        return self._step(args, first, Samples(self.forward.sampled, size), {n: some.gm for n, some in traces.items()})
+
+    def _step(self, args: tuple, traced: Traced, *several: Any) -> Step:
+        held = {k: a for k, (a, name) in enumerate(zip(args, self.forward.names, strict=True)) if name is not None}
+        graphs = Graphs(self.forward.given, self.owner.memory) if self.owner.replays else None
+        return compiled(traced.gm, traced.slots, held, self.owner.options, graphs, self.owner.recompute, *several)
+
+    def _confirm(self, args: tuple, size: int) -> None:
+        """Raise if the step for so many samples is none of the one for any size, where no number can tell."""
+        known = {n: some.gm for n, some in zip(self.sizes, self.traced, strict=True)}
+        of_any_size({**known, size: self._traced_for(size, args).gm}, next(iter(self.forward.sampled.items())))
+
+    def _traced_for(self, n: int, args: tuple) -> Traced:
+        """The step for n samples."""
+        assert self.plan is not None
+        return self.forward.traced(resized(args, self.forward.sampled, n), self.plan.of_size(n))

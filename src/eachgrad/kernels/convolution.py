@@ -54,7 +54,7 @@ def _block(n: int, most: int) -> int:
 def _check(x: Tensor, g: Tensor) -> None:
     if x.dtype != g.dtype or x.dtype not in DTYPES:
         raise TypeError(f"x is {x.dtype} and g {g.dtype}; both must be of one of {', '.join(map(str, DTYPES))}")
-    if x.ndim != 4 or g.ndim != 4 or len(x) != len(g):
+    if x.ndim != 4 or g.ndim != 4 or x.shape[0] != g.shape[0]:
         raise ValueError(f"x {tuple(x.shape)} and g {tuple(g.shape)} must be (B, C, H, W) and (B, p, Ho, Wo)")
 
 
@@ -84,11 +84,12 @@ class _Launch:
     def sums(self, programs: int) -> tuple[Tensor, int]:
         """Room for the sums over as many parts of the positions as keep the device busy, and the tiles in each part.
 
-        That is (parts, p, kh, kw, C).
+        That is (parts, p, kh, kw, C). Of however many samples there are as many parts, and the last ones may be empty: one
+        graph may be for any number of samples.
         """
-        steps = -(-self.rows // self.tiles.positions)
-        steps = -(-steps // max(1, programs // (self.grid[0] * self.grid[1])))
-        parts = -(-self.rows // max(1, steps * self.tiles.positions))
+        tiles = -(-self.rows // self.tiles.positions)
+        parts = min(max(1, programs // (self.grid[0] * self.grid[1])), tiles)
+        steps = -(-tiles // max(1, parts))
         return self.x.new_empty((parts, self.p, *self.kernel, self.C), dtype=torch.float32), steps
 
     def __call__(self, kernel: Any, times: int, out: Tensor, *arguments: int) -> None:

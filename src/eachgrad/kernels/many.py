@@ -153,7 +153,7 @@ library.impl("weighted_of_many", launched_sums, "CUDA")
 @torch.library.register_fake("eachgrad::squares_of_many", lib=library)
 def _(values: list[Tensor]) -> Tensor:
     runs = sum(_runs(value, RUN) for value in values)
-    return values[0].new_empty((len(values[0]), runs), dtype=torch.float32)
+    return values[0].new_empty((values[0].shape[0], runs), dtype=torch.float32)
 
 
 @torch.library.register_fake("eachgrad::weighted_of_many", lib=library)

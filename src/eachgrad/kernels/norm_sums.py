@@ -34,31 +34,31 @@ def _check(g: Tensor, terms: list[Tensor], mean: Tensor | None, scale: Tensor) -
         raise ValueError(f"norm_sums takes 1 to {MOST} terms, not {len(terms)}")
 
 
-def _room(g: Tensor) -> Tensor:
+def _room(g: Tensor, parts: int) -> Tensor:
     """For the sums of each part of the positions, of g and of g times the normalised input: (2, B, parts, n)."""
     B, T, n = g.shape
-    return g.new_empty((2, B, tiling(B, T, n).parts, n), dtype=torch.float32)
+    return g.new_empty((2, B, parts or tiling(B, T, n).parts, n), dtype=torch.float32)
 
 
-def plain(g: Tensor, terms: list[Tensor], mean: Tensor | None, scale: Tensor) -> Tensor:
+def plain(g: Tensor, terms: list[Tensor], mean: Tensor | None, scale: Tensor, parts: int = 0) -> Tensor:
     """The same in torch's own ops: all of it in the first part."""
     _check(g, terms, mean, scale)
     wide, x = g.to(torch.float32), reduce(torch.add, (t.to(torch.float32) for t in terms))
     normal = (x if mean is None else x - mean) * scale
-    out = _room(g).zero_()
+    out = _room(g, parts).zero_()
     out[:, :, 0] = torch.stack([wide.sum(1), (wide * normal).sum(1)])
     return out
 
 
-def launched(g: Tensor, terms: list[Tensor], mean: Tensor | None, scale: Tensor) -> Tensor:
+def launched(g: Tensor, terms: list[Tensor], mean: Tensor | None, scale: Tensor, parts: int = 0) -> Tensor:
     """The same by the kernel."""
     from eachgrad.kernels.triton_norm_sums import norm_sums_kernel
 
     _check(g, terms, mean, scale)
-    out, (B, T, n) = _room(g), g.shape
+    out, (B, T, n) = _room(g, parts), g.shape
     g, *terms = (t if t.stride(2) == 1 else t.contiguous() for t in (g, *terms))
     statistics = [t.contiguous() for t in (scale if mean is None else mean, scale)]
-    _, columns, _, parts = tiling(B, T, n)
+    columns, parts = tiling(B, T, n).columns, out.shape[2]
     if out.numel():
         kernel = cast(Any, norm_sums_kernel)
         kernel[(-(-n // columns) * parts * B,)](
@@ -70,16 +70,17 @@ def launched(g: Tensor, terms: list[Tensor], mean: Tensor | None, scale: Tensor)
 
 
 library.define(
-    "norm_sums(Tensor g, Tensor[] terms, Tensor? mean, Tensor scale) -> Tensor", tags=(torch.Tag.flexible_layout,)
+    "norm_sums(Tensor g, Tensor[] terms, Tensor? mean, Tensor scale, int parts=0) -> Tensor",
+    tags=(torch.Tag.flexible_layout,),
 )
 library.impl("norm_sums", plain, "CPU")
 library.impl("norm_sums", launched, "CUDA")
 
 
 @torch.library.register_fake("eachgrad::norm_sums", lib=library)
-def _(g: Tensor, terms: list[Tensor], mean: Tensor | None, scale: Tensor) -> Tensor:
+def _(g: Tensor, terms: list[Tensor], mean: Tensor | None, scale: Tensor, parts: int = 0) -> Tensor:
     _check(g, terms, mean, scale)
-    return _room(g)
+    return _room(g, parts)
 
 
 def norm_sums(g: Tensor, x: Tensor, mean: Tensor | None, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,6 +88,7 @@ def norm_sums(g: Tensor, x: Tensor, mean: Tensor | None, scale: Tensor) -> tuple
 
     mean, None for 0, and scale are (B, T, 1) in float32.
     """
-    found = torch.ops.eachgrad.norm_sums(g, [x], mean, scale)
+    _check(g, [x], mean, scale)
+    found = torch.ops.eachgrad.norm_sums(g, [x], mean, scale, tiling(*g.shape).parts)
     of_bias, of_weight = (found[:, :, 0] if found.shape[2] == 1 else found.sum(2)).unbind()
     return of_bias, of_weight

@@ -51,30 +51,30 @@ def tiling(B: int, T: int, n: int) -> Tiling:
     return Tiling(rows, columns, warps, max(1, min(parts, T // rows)))
 
 
-def _room(values: Sequence[Tensor]) -> Tensor:
+def _room(values: Sequence[Tensor], parts: int) -> Tensor:
     """For the sums of each part of the positions of each tensor: (tensors, B, parts, n)."""
     _check(values)
     B, T, n = values[0].shape
-    return values[0].new_empty((len(values), B, tiling(B, T, n).parts, n), dtype=torch.float32)
+    return values[0].new_empty((len(values), B, parts or tiling(B, T, n).parts, n), dtype=torch.float32)
 
 
-def plain(values: list[Tensor]) -> Tensor:
+def plain(values: list[Tensor], parts: int = 0) -> Tensor:
     """The same in torch's own ops."""
-    parts = _room(values).shape[2]
+    parts = _room(values, parts).shape[2]
     run = -(-values[0].shape[1] // parts)
     terms = torch.stack([F.pad(t.to(torch.float32), (0, 0, 0, parts * run - t.shape[1])) for t in values])
     return terms.unflatten(2, (parts, run)).sum(3)
 
 
-def launched(values: list[Tensor]) -> Tensor:
+def launched(values: list[Tensor], parts: int = 0) -> Tensor:
     """The same by the kernel."""
     from eachgrad.kernels.triton_positions import position_sums_kernel
 
-    out = _room(values)
+    out = _room(values, parts)
     given = [t if t.stride(2) == 1 else t.contiguous() for t in (values[0], values[-1])]
     strides = [n for t in given for n in t.stride()[:2]]
     B, T, n = values[0].shape
-    rows, columns, warps, parts = tiling(B, T, n)
+    (rows, columns, warps, _), parts = tiling(B, T, n), out.shape[2]
     if out.numel():
         kernel = cast(Any, position_sums_kernel)
         kernel[(-(-n // columns) * parts * B,)](  # of other dimensions a grid has 65,535 at most
@@ -84,18 +84,20 @@ def launched(values: list[Tensor]) -> Tensor:
     return out
 
 
-# The parts are added outside, where a compiler joins that with what comes next.
-library.define("position_sums(Tensor[] values) -> Tensor", tags=(torch.Tag.flexible_layout,))
+# The parts are added outside, where a compiler joins that with what comes next. 0 parts are as many as are best; a graph for
+# any number of samples has as many as for those that it was traced with.
+library.define("position_sums(Tensor[] values, int parts=0) -> Tensor", tags=(torch.Tag.flexible_layout,))
 library.impl("position_sums", plain, "CPU")
 library.impl("position_sums", launched, "CUDA")
 
 
 @torch.library.register_fake("eachgrad::position_sums", lib=library)
-def _(values: list[Tensor]) -> Tensor:
-    return _room(values)
+def _(values: list[Tensor], parts: int = 0) -> Tensor:
+    return _room(values, parts)
 
 
 def position_sums(*values: Tensor) -> tuple[Tensor, ...]:
     """sum_t value[:, t] of one or two (B, T, n), in float32: (B, n) for each."""
-    found = torch.ops.eachgrad.position_sums(list(values))
+    _check(values)
+    found = torch.ops.eachgrad.position_sums(list(values), tiling(*values[0].shape).parts)
     return (found[:, :, 0] if found.shape[2] == 1 else found.sum(2)).unbind()

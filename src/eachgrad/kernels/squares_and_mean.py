@@ -21,24 +21,25 @@ WARPS = 4
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def tile(B: int) -> tuple[int, int]:
-    """The samples of a tile, and how many numbers of each."""
+def tile(B: int) -> int:
+    """The samples of a tile."""
     low, high = SAMPLES
-    samples = min(high, max(low, 1 << max(0, B - 1).bit_length()))
-    return samples, NUMBERS // samples
+    return min(high, max(low, 1 << max(0, B - 1).bit_length()))
 
 
-def _room(value: Tensor) -> tuple[Tensor, Tensor]:
+def _room(value: Tensor, samples: int) -> tuple[Tensor, Tensor]:
     """For what each block of numbers adds to each sample's square (blocks, B), and for the mean (*shape)."""
     if value.dtype not in DTYPES:
         raise TypeError(f"squares_and_mean takes {', '.join(map(str, DTYPES))}, not {value.dtype}")
     out = value.new_empty(value.shape[1:], dtype=torch.float32)
-    return value.new_empty((-(-out.numel() // tile(len(value))[1]), len(value)), dtype=torch.float32), out
+    B = value.shape[0]
+    blocks = -(-out.numel() // (NUMBERS // (samples or tile(B))))
+    return value.new_empty((blocks, B), dtype=torch.float32), out
 
 
-def plain(value: Tensor) -> tuple[Tensor, Tensor]:
+def plain(value: Tensor, samples: int = 0) -> tuple[Tensor, Tensor]:
     """The same in torch's own ops."""
-    (parts, _), (_, block) = _room(value), tile(len(value))
+    (parts, _), block = _room(value, samples), NUMBERS // (samples or tile(len(value)))
     flat = value.reshape(len(value), -1) if value.numel() else value.new_zeros(len(value), 0)
     squares = F.pad(flat.to(torch.float32).square(), (0, len(parts) * block - flat.shape[1]))
     return squares.unflatten(1, (len(parts), block)).sum(2).mT.contiguous(), value.sum(0, dtype=torch.float32) / max(
@@ -46,33 +47,36 @@ def plain(value: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def launched(value: Tensor) -> tuple[Tensor, Tensor]:
+def launched(value: Tensor, samples: int = 0) -> tuple[Tensor, Tensor]:
     """The same by the kernel."""
     from eachgrad.kernels.triton_squares_and_mean import squares_and_mean_kernel
 
-    parts, out = _room(value)
+    parts, out = _room(value, samples)
     if not len(value):
         return parts, out.zero_()
     # Samples may lie apart, as they do where a product was made of padded matrices and cut.
     value = value if value[0].is_contiguous() else value.contiguous()
     B, n, kernel = len(value), out.numel(), cast(Any, squares_and_mean_kernel)
-    samples, block = tile(B)
+    samples = samples or tile(B)
     if n:
-        kernel[(len(parts),)](value, parts, out, B, n, value.stride(0), SAMPLES=samples, BLOCK=block, num_warps=WARPS)
+        kernel[(len(parts),)](
+            value, parts, out, B, n, value.stride(0), SAMPLES=samples, BLOCK=NUMBERS // samples, num_warps=WARPS
+        )
     return parts, out
 
 
-library.define("squares_and_mean(Tensor value) -> (Tensor, Tensor)", tags=(torch.Tag.flexible_layout,))
+# 0 samples of a tile are as many as are best; a graph for any number has as many as for those that it was traced with.
+library.define("squares_and_mean(Tensor value, int samples=0) -> (Tensor, Tensor)", tags=(torch.Tag.flexible_layout,))
 library.impl("squares_and_mean", plain, "CPU")
 library.impl("squares_and_mean", launched, "CUDA")
 
 
 @torch.library.register_fake("eachgrad::squares_and_mean", lib=library)
-def _(value: Tensor) -> tuple[Tensor, Tensor]:
-    return _room(value)
+def _(value: Tensor, samples: int = 0) -> tuple[Tensor, Tensor]:
+    return _room(value, samples)
 
 
 def squares_and_mean(value: Tensor) -> tuple[Tensor, Tensor]:
     """|value[i]|^2 of (B, *shape), (B,), and the mean over samples, (*shape), both in float32."""
-    parts, mean = torch.ops.eachgrad.squares_and_mean(value)
+    parts, mean = torch.ops.eachgrad.squares_and_mean(value, tile(len(value)))
     return parts.sum(0), mean
