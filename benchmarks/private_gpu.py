@@ -120,7 +120,8 @@ def line(model: str, contender: str, row: Row) -> str:
     text += f" | host {row['host']['work']:.2f} ms, {len(row['waits'])} waits"
     text += f" | {row['bytes'] / 2**30:.2f} GiB" if "bytes" in row else ""
     if "pieces_a_step" in row:
-        text += f" | {row['pieces_a_step']:.2f} pieces of {' or '.join(map(str, row['sizes']))}, {row['graphs']} graphs"
+        sizes = f"up to {row['sizes'][0]}" if row["multiple"] else f"of {' or '.join(map(str, row['sizes']))}"
+        text += f" | {row['pieces_a_step']:.2f} pieces {sizes}, {row['graphs']} graphs"
         text += f", {row['replayed']} replayed | deviation {row['deviation']:.1e}, of an eager run"
         text += f" {row['deviation_of_eager']:.1e}" + ("" if row["right"] else " WRONG")
     return "; ".join([text, *row.get("reasons", [])])

@@ -23,7 +23,7 @@ from gpu_entrant import Pools, Row, Truth, clean, compared, on_gpu, pools, taken
 from private_steps import OPTIMIZERS, Private, Trainer, Training
 
 from eachgrad.kernels.signals import Slot
-from eachgrad.private import checks, gathering, run, sampling
+from eachgrad.private import gathering, sampling, stepping, watching
 
 Steps = list[tuple[float, int]]  # seconds and samples of each
 
@@ -31,12 +31,11 @@ WARM_UP = 10  # steps: the 8th call of the graph has measured, and the 9th has c
 
 # Where the host's time goes: functions and methods by the part of a step that they belong to.
 PARTS: list[tuple[Any, str, str]] = [
-    (checks, "check_unchanged", "check_unchanged"), (checks, "check_optimizer", "check_optimizer"),
-    (checks, "check_modules", "check_modules"), (checks.Buffers, "__init__", "Buffers"),
-    (checks.Buffers, "check", "Buffers"), (sampling.Samples, "batch", "batch"), (run, "to_device", "to_device"),
-    (gathering.Engine, "answer", "answer"), (Slot, "wait", "wait"), (gathering.Gathered, "add", "gather"),
-    (gathering.Gathered, "result", "gather"), (run, "write_gradients", "noise"),
-    (sampling.Poisson, "draw", "draw"), (sampling.Shuffled, "draw", "draw"),
+    (watching.Watch, "check", "checks"), (watching.Buffers, "__init__", "Buffers"), (watching.Buffers, "check", "Buffers"),
+    (sampling.Samples, "batch", "batch"), (stepping, "to_device", "to_device"), (gathering.Engine, "answer", "answer"),
+    (Slot, "wait", "wait"), (gathering.Gathered, "add", "gather"), (gathering.Gathered, "result", "gather"),
+    (stepping, "noisy_gradients", "noise"), (sampling.Poisson, "draw", "draw"), (sampling.Poisson, "prepare", "draw"),
+    (sampling.Shuffled, "draw", "draw"),
 ]  # fmt: skip
 
 
@@ -46,6 +45,8 @@ class Parts:
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.places = [*PARTS, (optimizer, "step", "optimizer")]
         self.seconds: dict[str, float] = {}
+        self.unhidden: list[float] = []  # from the last flag of a step to the first question of the next
+        self._heard: float | None = None
         self._inside = [0.0]  # what was spent in parts within the one that is open
         self._stack = ExitStack()
 
@@ -61,10 +62,13 @@ class Parts:
         def call(*args: Any, **kwargs: Any) -> Any:
             self._inside.append(0.0)
             start = time.perf_counter()
+            if label == "answer" and not self.seconds.get(label) and self._heard is not None:
+                self.unhidden.append(start - self._heard)
             try:
                 return function(*args, **kwargs)
             finally:
-                took = time.perf_counter() - start
+                end = time.perf_counter()
+                took, self._heard = end - start, end if label == "wait" else self._heard
                 self.seconds[label] = self.seconds.get(label, 0.0) + took - self._inside.pop()
                 self._inside[-1] += took
 
@@ -142,7 +146,11 @@ class Runner:
             torch.cuda.empty_cache()
 
     def host(self, alone: bool) -> Row:
-        """Milliseconds that the host spends in each part of a usual step, medians; `alone`: the device idle before."""
+        """Milliseconds that the host spends in each part of a usual step, medians; `alone`: the device idle before.
+
+        "unhidden" is from the flag of a step's last piece to the next step's first question, which the rest of the device's
+        work on that piece has to hide.
+        """
         found: list[dict[str, float]] = []
         with Parts(self.training.optimizer) as parts:
             while len(found) < self.options.steps:
@@ -157,7 +165,8 @@ class Runner:
         names = sorted({name for taken in found for name in taken})
         each = {name: 1e3 * statistics.median(taken.get(name, 0.0) for taken in found) for name in names}
         work = 1e3 * statistics.median(sum(taken.values()) - taken.get("wait", 0.0) for taken in found)
-        return {"work": work, "parts": each}
+        unhidden = 1e3 * statistics.median(parts.unhidden) if parts.unhidden and not alone else None
+        return {"work": work, "parts": each, "unhidden": unhidden}
 
     def waits(self) -> list[str]:
         """The places in a usual step at which the host waits for the device, as torch sees them."""
@@ -193,13 +202,13 @@ def facts(private: Private) -> Row:
     """What a run has drawn, and how its steps were answered."""
     ask, drawn = private.run.engine.ask, private.drawn
     steps = [step for graph in ask.graphs for step in graph.step.values()]
-    sizes = private.run.loader.divided.sizes
-    filled = [sum(next(size for size in sizes if size >= n) for n in some) for some in drawn]
+    divided, fit = private.run.loader.divided, ask.sizes.fit
+    filled = [sum(map(fit, some)) for some in drawn]
     return {
-        "sizes": sizes, "samples_a_step": statistics.mean(map(sum, drawn)),
+        "sizes": divided.sizes, "multiple": divided.multiple, "samples_a_step": statistics.mean(map(sum, drawn)),
         "pieces_a_step": statistics.mean(map(len, drawn)), "graphs": len(ask.graphs), "compiled": len(steps),
         "computed_a_step": statistics.mean(filled),
-        "replayed": sum(getattr(step.call, "found", None) is not None for step in steps), "reasons": ask.reasons(),
+        "replayed": sum(one.found is not None for one in private.replays()), "reasons": ask.reasons(),
     }  # fmt: skip
 
 

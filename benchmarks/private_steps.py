@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from eachgrad.private import make_private
+from eachgrad.replay import Replay
 
 RATE = 1e-6  # small, so that every step is one of the same model
 BATCHES = 64  # of the data set
@@ -113,19 +114,31 @@ class Private:
         self._measured, self._usual = True, False
 
     def step(self) -> int:
-        before = self._calls()
+        before, graphs = self._calls(), self._captured()
         batch = next(self.batches)
         self.run.step(batch)
         self.drawn.append(batch.sizes)
         after = self._calls()
         measured = any(measures(k) for key, last in after.items() for k in range(before.get(key, 0) + 1, last + 1))
-        # The one after a measurement captures its CUDA graph again.
+        # A size that is new is compared with the eager answer first, and has a CUDA graph when it comes next.
+        measured = measured or self._captured() != graphs
         self._usual, self._measured = not (measured or self._measured), measured
         return len(batch)
 
     def _calls(self) -> dict[int, int]:
         ask = self.run.engine.ask
         return {} if ask is None else {id(graph): graph.calls for graph in ask.graphs}
+
+    def replays(self) -> list[Replay]:
+        """What has a CUDA graph, or will have."""
+        ask = self.run.engine.ask
+        calls = [] if ask is None else [step.call for graph in ask.graphs for step in graph.step.values()]
+        each = [[call] if isinstance(call, Replay) else [*getattr(call, "each", {}).values()] for call in calls]
+        return [one for some in each for one in some]
+
+    def _captured(self) -> dict[int, int]:
+        """Which ones there are."""
+        return {id(one): id(one.found) for one in self.replays()}
 
     def was_usual(self) -> bool:
         return self._usual

@@ -17,8 +17,7 @@ from torch.utils.data import TensorDataset
 
 import eachgrad
 from eachgrad.compiled import Compiled
-from eachgrad.private import Adaptive, PerGroup, PrivacyError, Run, clipping, make_private
-from eachgrad.private import run as runs
+from eachgrad.private import Adaptive, PerGroup, PrivacyError, Run, clipping, make_private, stepping
 from eachgrad.private.audit import Audit, audit
 from eachgrad.private.audit_canaries import Scores, places, planted
 
@@ -48,12 +47,12 @@ def wide(seed: int, **options: Any) -> Run:
 
 def scale_noise(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """Runs from now on add noise of another size than they say."""
-    write = runs.write_gradients
+    noisy = stepping.noisy_gradients
 
-    def written(parameters, sums, unit, deviation, divisor, source):
-        write(parameters, sums, unit, deviation * factor, divisor, source)
+    def scaled(parameters, sums, unit, deviation, divisor, source):
+        return noisy(parameters, sums, unit, deviation * factor, divisor, source)
 
-    monkeypatch.setattr(runs, "write_gradients", written)
+    monkeypatch.setattr(stepping, "noisy_gradients", scaled)
 
 
 def stop_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,13 +218,15 @@ def test_every_kind_of_run_is_cleared_when_honest_and_caught_without_noise(kind,
 
 def test_noise_that_one_parameter_does_not_get_is_caught(monkeypatch):
     """Canaries live in every parameter; 915 of 2,175 numbers here have no noise."""
-    write = runs.write_gradients
+    noisy = stepping.noisy_gradients
 
-    def written(parameters, sums, unit, deviation, divisor, source):
+    def without(parameters, sums, unit, deviation, divisor, source):
+        found = {}
         for name, p in parameters.items():
-            write({name: p}, sums, unit, 0.0 if name.startswith("3.") else deviation, divisor, source)
+            found |= noisy({name: p}, sums, unit, 0.0 if name.startswith("3.") else deviation, divisor, source)
+        return found
 
-    monkeypatch.setattr(runs, "write_gradients", written)
+    monkeypatch.setattr(stepping, "noisy_gradients", without)
     assert audit(mlp(), seed=0).violated
 
 

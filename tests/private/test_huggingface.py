@@ -91,7 +91,7 @@ def test_checkpoints_inside_the_model_are_not_compiled(tmp_path, lora, enable):
     used = trainer(tmp_path, model, privacy(), **more)
     used.train()
     assert used.run.spent == 1
-    assert used.run.engine.pad_to is None
+    assert used.run.engine.pieces is None
 
 
 def test_samples_are_drawn_one_by_one_and_nobody_at_times(tmp_path):

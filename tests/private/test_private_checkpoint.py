@@ -116,7 +116,7 @@ def test_a_step_is_in_the_journal_before_its_noise_is_drawn(tmp_path, monkeypatc
     def fails(*args):
         raise MemoryError
 
-    monkeypatch.setattr("eachgrad.private.run.write_gradients", fails)
+    monkeypatch.setattr("eachgrad.private.stepping.noisy_gradients", fails)
     with pytest.raises(MemoryError):
         on(run, 1)
     assert run.spent == 3

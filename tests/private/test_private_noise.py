@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from eachgrad.kernels import noise as kernel
 from eachgrad.private import noise
-from eachgrad.private.noise import Fixed, Secure, Source, write_gradients
+from eachgrad.private.noise import Fixed, Secure, Source, noisy_gradients
 from eachgrad.private.sampling import Poisson, Shuffled
 
 FALSE_ALARM = 1e-6
@@ -222,7 +222,7 @@ def test_parameters_together_are_what_the_kernel_says():
     sums = sums_of(parameters)
     before = {name: value.clone() for name, value in sums.items()}
     for offset in range(2):
-        write_gradients(parameters, sums, *FACTORS, source)
+        found = noisy_gradients(parameters, sums, *FACTORS, source)
         seed = source.state()["counter"][0]
         names = [name for name, p in parameters.items() if noise._wide(p.dtype) == torch.float32]
         assert names == ["a", "half", "b", "turned", "half too", "unused", "empty"]
@@ -230,26 +230,37 @@ def test_parameters_together_are_what_the_kernel_says():
         kernel.plain([sums.get(name) for name in names], want, *FACTORS, seed, offset)
         for name, value in zip(names, want, strict=True):
             p = parameters[name]
-            assert torch.equal(p.grad, value.to(p.dtype)), name
-            assert p.grad.is_contiguous()
-            assert p.grad.dtype == p.dtype
-    assert not torch.equal(parameters["a"].grad, parameters["b"].grad)
+            assert torch.equal(found[name], value.to(p.dtype)), name
+            assert found[name].is_contiguous()
+            assert found[name].dtype == p.dtype
+    assert set(found) == set(parameters)
+    assert not torch.equal(found["a"], found["b"])
     assert all(torch.equal(value, before[name]) for name, value in sums.items()), "a sum was written over"
     owned = {value.untyped_storage().data_ptr() for value in sums.values() if value.numel()}
-    grads = [p.grad.untyped_storage().data_ptr() for p in parameters.values() if p.numel()]
+    grads = [value.untyped_storage().data_ptr() for value in found.values() if value.numel()]
     assert not owned & set(grads)
     assert len(set(grads)) == len(grads)
 
 
 @pytest.mark.usefixtures("together")
+@pytest.mark.parametrize("names", [["a", "b"], ["a", "turned"], ["turned"], ["half"], ["unused", "empty"]], ids=str)
+def test_gradients_lie_in_order_however_the_parameters_do(names):
+    parameters = {name: p for name, p in several().items() if name in names}
+    sums = {name: value for name, value in sums_of(several()).items() if name in names}
+    for name, value in noisy_gradients(parameters, sums, 0.7, 0.0, 12.0, Source()).items():
+        want = 0.7 * sums[name] / 12.0 if name in sums else torch.zeros(value.shape)
+        assert value.is_contiguous()
+        torch.testing.assert_close(value, want.to(value.dtype), rtol=1e-2 if "half" in name else 1e-6, atol=1e-7)
+
+
+@pytest.mark.usefixtures("together")
 def test_a_gradient_that_was_kept_is_not_written_over():
     parameters, source = several(), Source()
-    write_gradients(parameters, sums_of(parameters), *FACTORS, source)
-    kept = {name: p.grad for name, p in parameters.items()}
+    kept = noisy_gradients(parameters, sums_of(parameters), *FACTORS, source)
     copies = {name: value.clone() for name, value in kept.items()}
-    write_gradients(parameters, {}, *FACTORS, source)
+    found = noisy_gradients(parameters, {}, *FACTORS, source)
     assert all(torch.equal(value, copies[name]) for name, value in kept.items())
-    assert not any(torch.equal(p.grad, kept[name]) for name, p in parameters.items() if p.numel())
+    assert not any(torch.equal(found[name], kept[name]) for name, p in parameters.items() if p.numel())
 
 
 @pytest.mark.usefixtures("together")
@@ -258,10 +269,10 @@ def test_every_parameter_has_its_sum_under_the_noise(source):
     """Without noise what comes back is the sum, whichever way it went."""
     parameters = several()
     sums = sums_of(parameters)
-    write_gradients(parameters, sums, 0.7, 0.0, 12.0, source())
+    found = noisy_gradients(parameters, sums, 0.7, 0.0, 12.0, source())
     for name, p in parameters.items():
         want = 0.7 * sums[name] / 12.0 if name in sums else torch.zeros(p.shape)
-        torch.testing.assert_close(p.grad, want.to(p.dtype), rtol=1e-2 if "half" in name else 1e-6, atol=1e-7)
+        torch.testing.assert_close(found[name], want.to(p.dtype), rtol=1e-2 if "half" in name else 1e-6, atol=1e-7)
 
 
 def test_a_turn_is_taken_once():
@@ -277,7 +288,7 @@ def test_a_turn_is_taken_once():
 def test_a_cpu_goes_as_before():
     source = Source()
     parameters = several()
-    write_gradients(parameters, {}, *FACTORS, source)
+    noisy_gradients(parameters, {}, *FACTORS, source)
     assert source.label == "torch's generator, seeded by the operating system"
     source.turn()
     assert source.label == "Philox4x32-10, seeded by the operating system"

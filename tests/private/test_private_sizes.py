@@ -39,7 +39,7 @@ def test_batches_of_one_size_are_divided_evenly():
 def test_what_the_user_allows_is_never_exceeded():
     run = make(compile=True, max_physical_batch=5, generator=fixed())
     assert run.loader.divided.largest <= 5
-    assert run.engine.pad_to == run.loader.divided.sizes
+    assert run.engine.pieces is run.loader.divided
     for batch in run.loader.take(2):
         assert max(batch.sizes, default=0) <= 5
         run.step(batch)
@@ -80,14 +80,17 @@ def test_sixteen_samples_by_two_and_three_sizes():
 
 
 @pytest.mark.parametrize(
-    "found", [Pieces((8,)), Pieces((8, 11), price=0.5), Pieces((8, 24, 512), unit=8, price=15.0)], ids=str
+    "found",
+    [Pieces((8,)), Pieces((8, 11), price=0.5), Pieces((8, 24, 512), unit=8, price=15.0), Pieces((72,), multiple=2)],
+    ids=str,
 )
 def test_every_sample_is_in_one_piece(found):
     for samples in range(3 * found.largest):
         sizes = found.split(samples)
         assert sum(sizes) == samples
         assert all(0 < size <= found.largest for size in sizes)
-        assert all(size in found.sizes for size in sizes[:-1])  # full, but for the last
+        assert all(size in found.sizes or found.multiple for size in sizes[:-1])  # full, but for the last
+        assert all(size % (found.multiple or 1) == 0 for size in sizes[:-1])
 
 
 def test_one_size_is_left_as_it_was():
@@ -106,7 +109,7 @@ def test_a_run_with_graphs_of_several_sizes_is_the_one_without():
         for batch in run.loader:
             run.step(batch)
             if run is found:
-                used |= {min(size for size in run.engine.pad_to if size >= n) for n in batch.sizes}
+                used |= {min(size for size in run.engine.pieces.sizes if size >= n) for n in batch.sizes}
     for a, b in zip(eager.model.parameters(), found.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert used == set(found.loader.divided.sizes)
@@ -117,3 +120,39 @@ def test_a_run_with_graphs_of_several_sizes_is_the_one_without():
 def test_graphs_are_counted():
     with pytest.raises(ValueError, match="graphs"):
         make(compile=True, graphs=0)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "given", "largest", "multiple"),
+    [(16, None, 18, 1), (64, None, 72, 2), (512, None, 576, 16), (16, 12, 12, 1), (16, 1000, 32, 1), (64, 10, 10, 2),
+     (1, None, 8, 1), (5, None, 8, 1), (1000, 999, 992, 16)],
+)  # fmt: skip
+def test_one_graph_for_any_size(batch_size, given, largest, multiple):
+    found = pieces(given, 10_000, batch_size, "any", varies=True)
+    assert found == Pieces((largest,), multiple=multiple)
+    assert found.options == {"dynamic": multiple}
+    torch.manual_seed(0)
+    draws = [*map(int, torch.poisson(torch.full((5_000,), float(batch_size))))]
+    computed = sum(-(-max(FEWEST, n) // multiple) * multiple for draw in draws for n in found.split(draw))
+    if batch_size >= 16:
+        assert computed <= (1.05 if given else 1.03) * sum(draws)
+        assert given or sum(len(found.split(draw)) for draw in draws) <= 1.3 * len(draws)
+
+
+def test_few_samples_at_a_time_have_a_graph_of_their_size():
+    assert pieces(5, 1000, 16, "any", varies=True) == best_pieces(16, 5, varies=True, graphs=1)
+    assert pieces(None, 1000, 16, "any", varies=False) == Pieces((16,), price=PIECE * 16)
+
+
+def test_a_run_with_one_graph_for_any_size_is_the_one_without():
+    eager, found = make(generator=fixed(), steps=20), make(generator=fixed(), steps=20, compile=True)
+    assert found.loader.divided.multiple == 1
+    for run in (eager, found):
+        for batch in run.loader:
+            run.step(batch)
+    for a, b in zip(eager.model.parameters(), found.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert not found.engine.ask.reasons()
+    (graph,) = found.engine.ask.graphs
+    (step,) = graph.step.values()
+    assert len(step.checked) > 2

@@ -14,21 +14,22 @@ import eachgrad
 from eachgrad.graph import tensors_in
 from eachgrad.private.clipping import Rule
 from eachgrad.private.errors import PrivacyError
+from eachgrad.private.sizes import Pieces
 from eachgrad.receipt import call_loss
 
 
 class Engine:
-    """How the pieces of a batch are answered, by graphs compiled for `pad_to` samples, or eagerly if that is None.
+    """How the pieces of a batch are answered, by graphs compiled for `pieces`, or eagerly if that is None.
 
     The options are those of `eachgrad.record`.
     """
 
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Tensor] | None, rule: Rule, nonfinite: str, options: dict[str, Any],
-        pad_to: tuple[int, ...] | None = None,
+        pieces: Pieces | None = None,
     ):  # fmt: skip
         self.model, self.loss_fn, self.rule = model, loss_fn, rule
-        self.nonfinite, self.options, self.pad_to = nonfinite, options, pad_to
+        self.nonfinite, self.options, self.pieces = nonfinite, options, pieces
         self.ask: Any = None
         self.trusts = True  # whether a compiled answer is given before it is known to be right
         self._sent: tuple[float, Tensor] | None = None
@@ -52,20 +53,27 @@ class Engine:
         check_count(losses, filled)
         counted = torch.arange(filled, device=losses.device) < samples
         answer = self.answer_by(tape, losses * counted)
-        if self.pad_to is not None:  # what is wrong with the losses was said in plain words by the first piece
+        if self.pieces is not None:  # what is wrong with the losses was said in plain words by the first piece
             self.ask = self._compile()
         return answer, losses.detach()
 
     def settled(self, answer: tuple[Any, Tensor], batch: Any, samples: int, filled: int) -> tuple[Any, Tensor]:
         """The answer, or another one, by the eager code, if it turns out to be in doubt."""
-        if self.ask is None or not self.ask.doubted():
-            return answer
+        return self.again(batch, filled) if self.doubted() else answer
+
+    def doubted(self) -> bool:
+        """Whether an answer since the last time is in doubt: waits until the device has come so far that it can say."""
+        return self.ask is not None and self.ask.doubted()
+
+    def again(self, batch: Any, filled: int) -> tuple[Any, Tensor]:
+        """The answer for a piece whose compiled one is in doubt, by the eager code."""
         return self._compiled(self.ask.again, arguments(batch), filled)
 
     def _compiled(self, ask: Callable[..., Any], args: list[Any], filled: int) -> tuple[Any, Tensor]:
-        found = ask(*args, self._unit())
+        unit = self._unit()
+        found = ask(*args, unit)
         check_count(found.losses, filled)
-        return found, found.losses * self._unit()
+        return found, found.losses if self.rule.unit == 1.0 else found.losses * unit
 
     def answer_by(self, tape: eachgrad.Tape, losses: Tensor) -> Any:
         """The answers for losses that were recorded."""
@@ -77,7 +85,7 @@ class Engine:
         """A batch with more samples than were drawn has more losses: say so before it is too large for the graph."""
         dim = self.options["batch_dim"]
         sizes = [t.shape[dim] for t in tensors_in(args) if t.ndim > dim]
-        if sizes and self.pad_to is not None and sizes[0] > max(self.pad_to):
+        if sizes and self.pieces is not None and sizes[0] > self.pieces.largest:
             check_count(torch.empty(sizes[0]), size)
 
     def _unit(self) -> Tensor:
@@ -93,13 +101,14 @@ class Engine:
         """
         loss_fn = self.loss_fn
         assert loss_fn is not None
+        assert self.pieces is not None
 
         def losses(model: nn.Module, *batch: Any) -> Tensor:
             *args, unit = batch
             return call_loss(model, loss_fn, args) / unit
 
         queries: dict[str, Any] = {**self.rule.queries(self.nonfinite)}
-        options: dict[str, Any] = {"batch_dim": self.options["batch_dim"], "pad_to": self.pad_to}
+        options: dict[str, Any] = {"batch_dim": self.options["batch_dim"], **self.pieces.options}
         return eachgrad.compile(self.model, losses, mode="reduce-overhead", copies=False, **options, **queries)
 
 
@@ -139,9 +148,8 @@ class Gathered:
     rule: Rule
     samples: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
-    losses: list[Tensor] = field(default_factory=list)
-    clipped: list[Tensor] = field(default_factory=list)
-    nonfinite: list[Tensor] = field(default_factory=list)
+    loss: Tensor | None = None
+    counts: Tensor | None = None
 
     def add(self, answer: Any, losses: Tensor, size: int, last: bool = True) -> None:
         """Take in the answers for a piece whose first `size` samples are real.
@@ -156,17 +164,16 @@ class Gathered:
         else:
             torch._foreach_add_(list(self.sums.values()), [grads[name] for name in self.sums])  # pyright: ignore
         over, bad = self.rule.clipped(answer)
+        counts = torch.stack([over > bad, bad])[:, :size].sum(1)
+        loss = losses[:size].detach().float().sum()
         self.samples += size
-        self.losses.append(losses[:size].detach().float().sum())
-        self.clipped.append((over & ~bad)[:size].sum())
-        self.nonfinite.append(bad[:size].sum())
+        self.counts = counts if self.counts is None else self.counts + counts
+        self.loss = loss if self.loss is None else self.loss + loss
 
     def result(self) -> StepResult:
-        return StepResult(self.samples, _total(self.losses), _total(self.clipped), _total(self.nonfinite))
-
-
-def _total(parts: list[Tensor]) -> Tensor:
-    return torch.stack(parts).sum() if parts else torch.zeros(())
+        if self.loss is None or self.counts is None:
+            return StepResult(0, torch.zeros(()), torch.zeros(2, dtype=torch.int64))
+        return StepResult(self.samples, self.loss, self.counts)
 
 
 @dataclass(frozen=True)
@@ -175,8 +182,15 @@ class StepResult:
 
     samples: int  # drawn
     loss_sum: Tensor = field(repr=False)
-    clipped_sum: Tensor = field(repr=False)
-    nonfinite_sum: Tensor = field(repr=False)
+    counts: Tensor = field(repr=False)  # (2,): the samples that were clipped, and those that were left out
+
+    @property
+    def clipped_sum(self) -> Tensor:
+        return self.counts[0]
+
+    @property
+    def nonfinite_sum(self) -> Tensor:
+        return self.counts[1]
 
     @property
     def loss(self) -> float:

@@ -96,8 +96,9 @@ class Loader:
                 bar.update()
 
     def forget(self) -> None:
-        """End whatever loop is reading."""
+        """End whatever loop is reading, and what it has drawn."""
         self.loop = object()
+        self.sampler.forget()
 
     def next_piece(self) -> list[Any]:
         return self._ahead.popleft() if self._ahead else next(self._pieces)

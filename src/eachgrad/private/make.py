@@ -41,7 +41,7 @@ def make_private(
     max_physical_batch: int | None = None,
     nonfinite: str = "zero",
     compile: bool | None = None,
-    graphs: int | None = None,
+    graphs: int | str | None = None,
     secure: bool = False,
     generator: Generator | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -63,8 +63,8 @@ def make_private(
     steps spend `target_epsilon` at `target_delta`. Two data sets are neighbours if one has one sample more.
 
     `max_physical_batch` bounds what is computed at a time. `nonfinite` samples are left out ("zero") or an error ("raise").
-    `compile` is for `eachgrad.compile`; None compiles on CUDA. What a step draws is computed in pieces of so many sizes,
-    each with a graph of its own (`graphs`, 2 on CUDA and else 1): more of them fill up less and take longer to compile.
+    `compile` is for `eachgrad.compile`; None compiles on CUDA. `graphs="any"`, as on a CPU, compiles one graph for as many
+    samples as a step draws; a number, 2 on CUDA, one for each of so many sizes, which pieces of a batch are filled up to.
     `generator` makes a run repeatable, for tests, and not private. `secure` draws from a cryptographic generator. With
     `checkpoint` every step is noted in a journal beside that file before it is taken; `resume` goes on from the file if it is
     there. `history` is what the same data has been used for before: the `history` of another run. `scheduler` is saved and
@@ -77,7 +77,7 @@ def make_private(
     checks.check_closure(optimizer)
     checks.check_modules(model)
     epochs, steps, batch_size, max_physical_batch = map(checks.plain, (epochs, steps, batch_size, max_physical_batch))
-    if graphs is not None:
+    if graphs is not None and graphs != "any":
         checks.check_size("graphs", graphs := checks.plain(graphs))
     target_epsilon, noise_multiplier, target_delta = map(checks.plain, (target_epsilon, noise_multiplier, target_delta))
     checks.check_target(target_epsilon, noise_multiplier)
@@ -91,7 +91,7 @@ def make_private(
     rule = rule_for(clipping, max_grad_norm, parameters, aliases_of(model))
     on_cuda = all(p.is_cuda for p in parameters.values())
     by_graph = on_cuda if compile is None else compile
-    graphs = (graphs or (2 if on_cuda else 1)) if by_graph else 0
+    graphs = (graphs or (2 if on_cuda else "any")) if by_graph else 0
     divided = pieces(max_physical_batch, n, batch_size, graphs, sampling == "poisson")
     noise, drawing = _sources(generator, secure)
     before = _before(model, history)
@@ -101,7 +101,7 @@ def make_private(
         settings = replace(settings, noise_multiplier=found)
     rule = with_count_noise(rule, settings.noise_multiplier, batch_size)
     options = {"batch_dim": batch_dim, "memory": memory, "fallback": fallback}
-    engine = Engine(model, loss_fn, rule, nonfinite, options, divided.sizes if by_graph else None)
+    engine = Engine(model, loss_fn, rule, nonfinite, options, divided if by_graph else None)
     sampler = Poisson(n, batch_size / n, drawing) if sampling == "poisson" else Shuffled(n, batch_size, drawing)
     run = Run(
         model, optimizer, scheduler, settings, engine, noise, sampler, samples, divided, before, progress

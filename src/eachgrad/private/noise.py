@@ -129,54 +129,70 @@ class Secure(Source):
         return torch.frombuffer(keystream, dtype=torch.int64) & ((1 << 53) - 1)
 
 
-def write_gradients(
+def noisy_gradients(
     parameters: Mapping[str, nn.Parameter], sums: Mapping[str, Tensor], unit: float, deviation: float, divisor: float,
     source: Source,
-) -> None:  # fmt: skip
-    """Set each `p.grad` to (unit * sum + noise) / divisor, with noise of this standard deviation; no sums are zeros.
+) -> dict[str, Tensor]:  # fmt: skip
+    """For each parameter (unit * sum + noise) / divisor, with noise of this standard deviation; no sums are zeros.
 
-    The gradients are new tensors: two sums may be one, and those of a CUDA graph are written over by the next step.
+    They are new tensors: two sums may be one, and those of a CUDA graph are written over by the next step.
     """
-    together: dict[torch.device, dict[str, nn.Parameter]] = {}
-    for name, p in parameters.items():
-        if goes_together(p):
-            together.setdefault(p.device, {})[name] = p
-    for some in together.values():
+    found: dict[str, Tensor] = {}
+    for some in _together(parameters):
         turn = source.turn()
         if turn is not None:
-            _write_together(some, sums, unit, deviation, divisor, turn)
-            parameters = {name: p for name, p in parameters.items() if name not in some}
-    for name, p in parameters.items():
+            found |= _written_together(some, sums, unit, deviation, divisor, turn)
+    for name, p in parameters.items() if len(found) < len(parameters) else ():
+        if name in found:
+            continue
         wide = _wide(p.dtype)
         noise = torch.empty(p.shape, dtype=wide, device=p.device)
         part = torch.view_as_real(noise) if wide.is_complex else noise
         part.copy_(source.normal(part, deviation))
         if name in sums:
             noise.add_(sums[name], alpha=unit)
-        p.grad = noise.div_(divisor).to(p.dtype)
+        found[name] = noise.div_(divisor).to(p.dtype)
+    return found
+
+
+def _together(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
+    """The parameters that one kernel can write, with the others of their device."""
+    kinds = [(p.dtype, p.device, type(p)) for p in parameters.values()]
+    good = {kind: goes_together(p) for kind, p in dict(zip(kinds, parameters.values(), strict=True)).items()}
+    if not any(good.values()):
+        return []
+    found: dict[torch.device, dict[str, nn.Parameter]] = {}
+    for kind, (name, p) in zip(kinds, parameters.items(), strict=True):
+        if good[kind]:
+            found.setdefault(kind[1], {})[name] = p
+    return [*found.values()]
 
 
 def goes_together(p: Tensor) -> bool:
-    """Whether one kernel can write this gradient with those of others."""
+    """Whether one kernel can write this gradient with those of others, as far as its dtype, device and class decide."""
     return p.is_cuda and type(p) is nn.Parameter and _wide(p.dtype) == torch.float32 and _has_triton()
 
 
-def _write_together(
+def _written_together(
     parameters: Mapping[str, nn.Parameter], sums: Mapping[str, Tensor], unit: float, deviation: float, divisor: float,
     turn: tuple[int, int],
-) -> None:  # fmt: skip
+) -> dict[str, Tensor]:  # fmt: skip
     given = [sums.get(name) for name in parameters]
     values = [value if value is None or value.dtype == torch.float32 else value.float() for value in given]
-    out = [_empty(p, torch.float32) for p in parameters.values()]
+    narrow = [name for name, p in parameters.items() if p.dtype != torch.float32]
+    # To say how the numbers lie, where the parameter says it as well, takes the host 164 us instead of 113 for 148 of them.
+    usual = not narrow and all(map(Tensor.is_contiguous, parameters.values()))
+    out = [*map(torch.empty_like if usual else _empty, parameters.values())]
     noisy(values, out, unit, deviation, divisor, *turn)
-    narrow = {k: _empty(p, p.dtype) for k, p in enumerate(parameters.values()) if p.dtype != torch.float32}
+    found = dict(zip(parameters, out, strict=True))
     if narrow:
-        torch._foreach_copy_([*narrow.values()], [out[k] for k in narrow])  # pyright: ignore[reportPrivateImportUsage]
-    for k, p in enumerate(parameters.values()):
-        p.grad = narrow.get(k, out[k])
+        rounded = [_empty(parameters[name], parameters[name].dtype) for name in narrow]
+        torch._foreach_copy_(rounded, [found[name] for name in narrow])  # pyright: ignore[reportPrivateImportUsage]
+        found |= zip(narrow, rounded, strict=True)
+    return found
 
 
-def _empty(p: Tensor, dtype: torch.dtype) -> Tensor:
+def _empty(p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty_like(p, dtype=dtype, memory_format=torch.contiguous_format)
 
 

@@ -13,17 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from eachgrad import Tape
-from eachgrad.private import accounting, checks, resuming
+from eachgrad.private import accounting, checks, resuming, stepping
 from eachgrad.private.accounting import History, Spent
 from eachgrad.private.checkpoint import Journal
 from eachgrad.private.clipping import Rule
 from eachgrad.private.errors import BudgetSpent, PrivacyError
 from eachgrad.private.gathering import Engine, Gathered, StepResult, check_count
 from eachgrad.private.loading import Batch, Loader
-from eachgrad.private.noise import Source, write_gradients
+from eachgrad.private.noise import Source
 from eachgrad.private.receipt import Receipt, receipt_of
 from eachgrad.private.sampling import Samples, to_device
 from eachgrad.private.sizes import Pieces
+from eachgrad.private.stepping import Open
+from eachgrad.private.watching import Buffers, Watch
 
 # What each model has spent in this process: a second run must not forget it.
 SPENT: weakref.WeakKeyDictionary[nn.Module, History] = weakref.WeakKeyDictionary()
@@ -48,18 +50,6 @@ class Settings:
         return Spent(per_step, self.noise_multiplier, steps, self.sampling)
 
 
-@dataclass
-class _Open:
-    """A step that has begun: its batch, what is gathered of it, and the piece that waits for run.backward."""
-
-    batch: Batch
-    gathered: Gathered
-    pieces: int = 0  # gathered
-    waiting: int | None = None  # samples of the piece
-    tape: Tape | None = None
-    buffers: checks.Buffers | None = None
-
-
 class Run:
     """A private training run; made by `make_private`."""
 
@@ -79,8 +69,9 @@ class Run:
         self.path: Path | None = None
         self.journal: Journal | None = None
         self.generators: Any = sampler.source.state()  # of the sampling, as of the last batch that was used
-        self._open: _Open | None = None
-        self._counts: dict[str, int | Tensor] = {"samples": 0, "clipped": 0, "nonfinite": 0}
+        self._open: Open | None = None
+        self._watch = Watch(model, self.parameters)
+        self.set_totals({"samples": 0, "clipped": 0, "nonfinite": 0})
 
     @property
     def rule(self) -> Rule:
@@ -113,34 +104,20 @@ class Run:
 
     def step(self, batch: Batch) -> StepResult:
         """One step of the optimizer with a batch of `run.loader`: clip, sum, add noise, divide by batch_size, step."""
-        step, buffers = self._begin(batch), checks.Buffers(self.model)
-        self._gather(step)
-        buffers.check()
-        result = self._finish(step)
+        step = self._begin(batch)
+        asked = stepping.ask(self, step)
+        self.loader.sampler.prepare()  # for the next step, while the device is at this one
+        step.buffers.check()
+        self._count_step()
+        gradients, result = stepping.outcome(self, step, asked)
+        self._finish(step, gradients, result)
         self.optimizer.step()
         return result
-
-    def _gather(self, step: _Open) -> None:
-        """Answer all pieces of a batch.
-
-        While the device is at one, the next is fetched. What is in doubt is answered again from the same tensors: were it
-        fetched again, one sample would decide over the chances of the others, which no noise covers.
-        """
-        asked: tuple[Any, int, int] | None = None
-        answer: Any = None
-        for samples, size in zip(step.batch.samples(), step.batch.sizes, strict=True):
-            filled = self.loader.divided.filled(size)
-            piece = to_device(self.loader.samples.batch(samples, filled), self.device)
-            if asked is not None:
-                step.gathered.add(*self.engine.settled(answer, *asked), asked[1], last=False)
-            asked, answer = (piece, size, filled), self.engine.answer(piece, size, filled)
-        if asked is not None:
-            step.gathered.add(*self.engine.settled(answer, *asked), asked[1])
 
     def record(self) -> Tape:
         """The context for the forward of one physical batch by hand; `run.backward(losses)` follows it."""
         step = self._waiting("record")
-        step.buffers, step.tape = checks.Buffers(self.model), self.engine.record()
+        step.buffers, step.tape = Buffers(self.model), self.engine.record()
         return step.tape
 
     def backward(self, losses: Tensor) -> None:
@@ -149,7 +126,7 @@ class Run:
         `losses` has one number for each sample of the piece, from inside `run.record()`.
         """
         step = self._waiting("backward")
-        if step.tape is None or step.buffers is None:
+        if step.tape is None:
             raise PrivacyError("run.backward without run.record: compute the losses inside `with run.record():`")
         assert step.waiting is not None
         check_count(losses, step.waiting)
@@ -158,7 +135,7 @@ class Run:
         step.gathered.add(answer, losses, step.waiting, last=step.pieces + 1 == len(step.batch.sizes))
         step.waiting, step.tape, step.pieces = None, None, step.pieces + 1
         if step.pieces == len(step.batch.sizes):
-            self._finish(step)
+            self._finish_by_hand(step)
 
     def pieces(self, batch: Batch) -> Iterator[Any]:
         """The physical batches of a logical one, on the model's device, each to be used before the next."""
@@ -171,7 +148,7 @@ class Run:
                     f"a piece of {size} samples had no run.backward: every sample that is drawn takes part in the step"
                 )
         if not batch.sizes:
-            self._finish(step)
+            self._finish_by_hand(step)
 
     def state_dict(self) -> dict[str, Any]:
         """What the run has spent and where it stands, as tensors and plain values; not the model or the optimizer."""
@@ -212,10 +189,11 @@ class Run:
 
     def totals(self) -> dict[str, int]:
         """The samples drawn, clipped and left out so far."""
-        return {name: int(value) for name, value in self._counts.items()}
+        clipped, nonfinite = self._counts.tolist()
+        return {"samples": self._samples, "clipped": clipped, "nonfinite": nonfinite}
 
     def set_totals(self, totals: dict[str, int]) -> None:
-        self._counts = {**totals}
+        self._samples, self._counts = totals["samples"], torch.tensor([totals["clipped"], totals["nonfinite"]])
 
     def begin_pass(self) -> None:
         """A pass over shuffled data begins anew, and is counted for itself; Poisson sampling has none."""
@@ -228,7 +206,7 @@ class Run:
         self.own = accounting.add(self.own, self.settings.spent(steps))
         SPENT[self.model] = self._known = self.history
 
-    def _begin(self, batch: Any) -> _Open:
+    def _begin(self, batch: Any) -> Open:
         if not isinstance(batch, Batch) or not batch.is_of(self.loader):
             raise PrivacyError(
                 "this is no batch of the loop over run.loader that is running: the accounting is for samples that run.loader "
@@ -241,16 +219,14 @@ class Run:
                 f"all {self.settings.steps} steps are spent, epsilon {self.epsilon():.4g} at delta "
                 f"{self.settings.target_delta:g}: stop here, or plan more steps with make_private(..., history=run.history)"
             )
-        checks.check_unchanged(self.model, self.parameters)
-        checks.check_optimizer(self.optimizer, self.model, self.parameters)
-        checks.check_modules(self.model)
-        for p in self.model.parameters():  # frozen ones, too: what an ordinary backward left there has no noise
+        tree = self._watch.check(self.optimizer)
+        for p in tree.parameters:  # frozen ones, too: what an ordinary backward left there has no noise
             p.grad = None  # so that a step of the optimizer before the noise is there does nothing
         batch.state = "begun"
-        self._open = _Open(batch, Gathered(self.rule))
-        return self._open
+        self._open = step = Open(batch, Gathered(self.rule), Buffers(self.model, tree))
+        return step
 
-    def _waiting(self, what: str) -> _Open:
+    def _waiting(self, what: str) -> Open:
         step = self._open
         if step is None or step.waiting is None or not step.batch.is_of(self.loader):
             raise PrivacyError(
@@ -267,25 +243,28 @@ class Run:
                 "call make_private again, with its run.history, or with history=() if it is on other data"
             )
 
-    def _finish(self, step: _Open) -> StepResult:
+    def _count_step(self) -> None:
         self._check_alone()
         if self.journal is not None:
             self.journal.add(self.spent + 1)
         self.count(1)  # before the noise is drawn: a step that fails from here on is counted
         self.taken += 1
-        gathered, noise = step.gathered, self.settings.noise_multiplier
-        rule, batch_size = self.rule, self.settings.batch_size
-        deviation = rule.sum_noise(noise) * rule.sensitivity
-        write_gradients(self.parameters, gathered.sums, rule.unit, deviation, batch_size, self.source)
-        self.last = result = gathered.result()
+
+    def _finish_by_hand(self, step: Open) -> None:
+        self._count_step()
+        self._finish(step, stepping.noisy(self, step), step.gathered.result())
+
+    def _finish(self, step: Open, gradients: dict[str, Tensor], result: StepResult) -> None:
+        for name, p in self.parameters.items():
+            p.grad = gradients[name]
+        self.last = result
         if self.rule.adaptive is not None:
-            self._adapt(result, noise)
-        for name, value in (("clipped", result.clipped_sum), ("nonfinite", result.nonfinite_sum)):
-            self._counts[name] = self._counts[name] + value
-        self._counts["samples"] += result.samples
+            self._adapt(result, self.settings.noise_multiplier)
+        if result.samples:
+            self._counts = self._counts.to(result.counts.device) + result.counts
+        self._samples += result.samples
         self.generators = step.batch.generators
         step.batch.state, self._open = "done", None
-        return result
 
     def _adapt(self, result: StepResult, noise: float) -> None:
         adaptive = self.rule.adaptive

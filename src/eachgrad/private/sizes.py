@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
+from eachgrad.padding import FEWEST
 from eachgrad.private import checks
-
-# Pieces are no smaller, or where the samples lie may not be seen: some of them may have no gradient.
-FEWEST = 8
 
 # What a piece costs beside its samples, as a share of a step: its sums are added to the others', and the host is waited for.
 PIECE = 0.03
@@ -18,6 +17,11 @@ PIECE = 0.03
 LEVELS = 64  # of a batch, in which the numbers of samples are told apart where there are sizes to choose from
 WORTH = 1.01  # what a step must cost without a size, at least, for that to have a graph
 MANY = 16  # pieces, from which on filling up one of them is nothing
+
+# A graph of any size: how many samples it takes at most, over what a step expects. Memory is about that of plain training,
+# and of 16 samples expected three in four draws are one piece, of 64 six in seven.
+ROOM = 1.125
+PARTS = 32  # of a batch, up to which a piece is filled up: 1.5% on average, with a CUDA graph for each size that comes
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,17 @@ class Pieces:
     width: int = 1  # without graphs: what a piece is filled up to a multiple of, so that few sizes have to be measured
     unit: int = 1  # what all sizes are multiples of, if there are several
     price: float = 0.0  # of a piece beside its samples, in samples
+    multiple: int = 0  # with a graph of any size: what it takes multiples of, up to the one size that there is
     _known: dict[int, list[int]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def largest(self) -> int:
         return max(self.sizes)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of `eachgrad.compile`."""
+        return {"dynamic": self.multiple} if self.multiple else {"pad_to": self.sizes}
 
     def filled(self, samples: int) -> int:
         """What a piece of so many samples is filled up to; a graph does that by itself."""
@@ -47,7 +57,10 @@ class Pieces:
         return found
 
     def _alike(self, samples: int) -> list[int]:
-        return [self.largest] * -(-samples // self.largest)
+        many = -(-samples // self.largest)
+        if not self.multiple or not many:
+            return [self.largest] * many
+        return [-(-samples // (many * self.multiple)) * self.multiple] * many
 
     def _sizes_for(self, level: int) -> list[int]:
         """The sizes of the pieces for so many units, the largest first."""
@@ -61,18 +74,27 @@ class Pieces:
         return self._known[level]
 
 
-def pieces(given: int | None, n: int, batch_size: int, graphs: int, varies: bool) -> Pieces:
-    """The physical batches of a run with so many graphs, or without any.
+def pieces(given: int | None, n: int, batch_size: int, graphs: int | str, varies: bool) -> Pieces:
+    """The physical batches of a run with so many graphs, 0 for none, or with one for "any" size.
 
     `given` is max_physical_batch; n the samples of the data set; `varies`: whether steps draw other numbers of them.
     """
     if given is not None:
         checks.check_size("max_physical_batch", given)
     most = min(n, given or n)
+    if graphs == "any" and varies and most >= FEWEST:
+        return any_pieces(batch_size, min(most, _largest(batch_size, n)) if given else min(n, round(ROOM * batch_size)))
     if graphs:
-        return best_pieces(batch_size, most, varies, graphs)
+        return best_pieces(batch_size, most, varies, graphs if isinstance(graphs, int) else 1)
     # A size that is new is measured, at about the price of two backwards; a sixteenth of a batch is filled up at worst.
     return Pieces((most,), 1 << max(0, (batch_size // 16).bit_length() - 1))
+
+
+def any_pieces(batch_size: int, most: int) -> Pieces:
+    """Pieces of any size up to the most that there may be."""
+    most = max(FEWEST, most)
+    multiple = 1 << (max(1, min(batch_size // PARTS, most // 4)).bit_length() - 1)
+    return Pieces((most // multiple * multiple,), multiple=multiple)
 
 
 def best_pieces(batch_size: int, most: int, varies: bool, graphs: int) -> Pieces:

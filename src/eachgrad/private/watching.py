@@ -1,0 +1,179 @@
+"""What is looked at in every step of a run: one walk over the model's modules, and all checks where it finds a change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from itertools import chain
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from eachgrad.private import checks
+from eachgrad.private.errors import PrivacyError
+
+
+class Tree(NamedTuple):
+    """What one walk over a model sees."""
+
+    modules: list[nn.Module]  # once each
+    kinds: list[type]  # of the modules
+    names: list[str | int]  # of each module's children, 0, of its parameters, 1, of its buffers, 2, and 3
+    children: list[nn.Module | None]
+    parameters: list[nn.Parameter]  # tied ones under every name
+    buffers: dict[Any, Tensor]  # by module and name
+
+    def is_same(self, other: Tree) -> bool:
+        """Whether nothing has come, gone or been replaced but buffers: all names are what they were, too."""
+        return self.kinds == other.kinds and self.names == other.names and all(map(_are, self[3:5], other[3:5]))
+
+
+def walk(model: nn.Module) -> Tree:
+    """What the model has now, by one walk.
+
+    By named_parameters and the like the checks of a step took the host 560 us, on a CPU with 148 parameters in 102 modules.
+    With a walk of 50 us before the forward and one after it they take 150 us.
+    """
+    modules: list[nn.Module] = [model]
+    names: list[str | int] = []
+    children: list[nn.Module | None] = []
+    parameters: list[nn.Parameter | None] = []
+    buffers: dict[Any, Tensor] = {}
+    seen = {model}
+    for module in modules:  # which grows on the way
+        own = vars(module)
+        if mine := own["_modules"]:
+            names += mine.keys()
+            names.append(0)
+            children += mine.values()
+            for child in mine.values():
+                if child is not None and child not in seen:
+                    seen.add(child)
+                    modules.append(child)
+        if mine := own["_parameters"]:
+            names += mine.keys()
+            names.append(1)
+            parameters += mine.values()
+        if mine := own["_buffers"]:
+            names += mine.keys()
+            names.append(2)
+            for name, b in mine.items():
+                if b is not None:
+                    buffers[id(module), name] = b
+        names.append(3)
+    kinds = [*map(type, modules)]
+    if not all(map(_lists_as_torch, set(kinds))):
+        return _listed(model)
+    return Tree(modules, kinds, names, children, [p for p in parameters if p is not None], buffers)
+
+
+@cache
+def _lists_as_torch(kind: type[nn.Module]) -> bool:
+    """Whether modules of this kind have no say in what parameters and buffers there are."""
+    lists = ("modules", "named_modules", "parameters", "named_parameters", "buffers", "named_buffers")
+    return all(getattr(kind, name) is getattr(nn.Module, name) for name in lists)
+
+
+def _listed(model: nn.Module) -> Tree:
+    """What the model says that it has."""
+    modules, given = dict(model.named_modules()), dict(model.named_parameters())
+    parameters = [*given.values(), *model.parameters()]
+    names = [*modules, 0, *given]
+    every = [*modules.values()]
+    return Tree(every, [*map(type, every)], names, [*every], parameters, dict(model.named_buffers()))
+
+
+def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+class Passed(NamedTuple):
+    """What the checks were passed with, as far as they depend on it."""
+
+    tree: Tree
+    trained: list[bool]  # whether each parameter is
+    stepped: list[Tensor]  # by the optimizer
+    norms: list[tuple[str, _NormBase]]
+
+    def is_still(self, tree: Tree, trained: list[bool], stepped: list[Tensor]) -> bool:
+        return trained == self.trained and _are(stepped, self.stepped) and tree.is_same(self.tree)
+
+
+class Watch:
+    """The checks of a run's steps: what was passed is not looked into again as long as a walk finds nothing new."""
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]):
+        self.model, self.parameters = model, parameters
+        self._passed: Passed | None = None
+
+    def check(self, optimizer: torch.optim.Optimizer) -> Tree:
+        """Raise for what is refused before a step is taken; comes back with what the model has."""
+        tree, before = walk(self.model), self._passed
+        trained = [p.requires_grad for p in tree.parameters]
+        stepped = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
+        if before is not None and before.is_still(tree, trained, stepped):
+            checks.check_norms(before.norms)  # they may be in another mode
+            return tree
+        checks.check_unchanged(self.model, self.parameters)
+        checks.check_optimizer(optimizer, self.model, self.parameters)
+        norms = checks.norms_of(self.model)
+        checks.check_norms(norms)
+        self._passed = Passed(tree, trained, stepped, norms)
+        return tree
+
+
+class Buffers:
+    """The model's buffers before a forward, to see which of them it changes."""
+
+    def __init__(self, model: nn.Module, tree: Tree | None = None):
+        """`tree`: what a walk over the model has just seen."""
+        tree = walk(model) if tree is None else tree
+        self._model, self._tree = model, tree  # kept as long as the ids: one is another's once its owner is gone
+        self._versions = {place: b._version for place, b in tree.buffers.items()}
+        self._frozen = {id(p): p._version for p in tree.parameters if not p.requires_grad}
+
+    def check(self) -> None:
+        """Raise if the forward wrote the samples into a buffer, or into a parameter that is not trained."""
+        tree = walk(self._model)
+        for p in tree.parameters:
+            if not p.requires_grad and self._frozen.get(id(p)) != p._version:
+                raise PrivacyError(
+                    f"the forward changed the frozen parameter {_name(p, self._model.named_parameters())!r}, which leaves "
+                    "with the model and has no noise on it: take that out of the forward"
+                )
+        harmless = None
+        for place, b in tree.buffers.items():
+            if (self._tree.buffers.get(place) is b and self._versions[place] == b._version) or _is_counter(b):
+                continue
+            harmless = _of_weights_alone(tree.modules) if harmless is None else harmless
+            if id(b) not in harmless:
+                raise PrivacyError(
+                    f"the forward changed the buffer {_name(b, self._model.named_buffers())!r}, which leaves with the model "
+                    "and has no noise on it: call eval() on the module that keeps it, or take it out"
+                )
+
+
+def _name(wanted: Tensor, named: Iterable[tuple[str, Tensor]]) -> str:
+    return next(name for name, t in named if t is wanted)
+
+
+def _is_counter(b: Tensor) -> bool:
+    """Whether a buffer holds no more than the number of calls, as far as can be seen."""
+    return b.numel() == 1 and not b.is_floating_point() and not b.is_complex()
+
+
+def _of_weights_alone(modules: Iterable[nn.Module]) -> set[int]:
+    """The ids of buffers of spectral norms, old and new: they are computed from weights, not from samples."""
+    found: list[Tensor | None] = []
+    for module in modules:
+        if isinstance(module, _SpectralNorm):
+            found += module._buffers.values()
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                found += [module._buffers.get(f"{hook.name}_{side}") for side in "uv"]
+    return {id(b) for b in found}
