@@ -38,6 +38,7 @@ BASE = "plain_compiled"
 CONTENDERS: dict[str, Callable[[Training], Trainer]] = {
     BASE: Plain,
     "private": Private,
+    "private_any": partial(Private, graphs="any"),
     "private_whole": partial(Private, pieces=1),
     "private_half": partial(Private, pieces=2),
     "private_quarter": partial(Private, pieces=4),

@@ -97,7 +97,9 @@ class Plain:
 class Private:
     """`run.step` with the batches of `run.loader`, of `pieces` physical batches for one of B; None: as by default."""
 
-    def __init__(self, training: Training, pieces: int | None = None, sampling: str = "poisson"):
+    def __init__(
+        self, training: Training, pieces: int | None = None, sampling: str = "poisson", graphs: int | str | None = None
+    ):
         task, B = training.task, training.batch_size
 
         def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -107,7 +109,7 @@ class Private:
         self.run = make_private(
             task.setup.model, training.optimizer, training.data, loss_fn=loss_fn, batch_size=B, steps=MANY,
             noise_multiplier=NOISE, target_delta=0.1 / len(training.data), max_grad_norm=MAX_NORM, sampling=sampling,
-            max_physical_batch=pieces and math.ceil(B / pieces), compile=True, progress=False,
+            max_physical_batch=pieces and math.ceil(B / pieces), compile=True, progress=False, graphs=graphs,
         )  # fmt: skip
         self.batches = iter(self.run.loader)
         self.drawn: list[list[int]] = []  # the sizes of the pieces of each step
