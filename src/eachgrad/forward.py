@@ -178,7 +178,7 @@ class Forward:
         with torch.enable_grad():
             recorder, losses = self._record(fresh)
             passes = Passes(recorder, [losses])
-            plain = passes.run([losses], [torch.ones_like(losses)], keep=False)
+            plain = passes.run([losses], [torch.ones_like(losses)])  # what a derived parameter needs is kept
         with torch.no_grad(), without_autocast(), doubts.gathered() as noted:
             B = len(losses)
             accepted = plan.accepted(recorder.uses, plain)

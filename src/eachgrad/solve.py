@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +12,11 @@ from torch.autograd.graph import GradientEdge
 from eachgrad import layout as lay
 from eachgrad import uses as use_blocks
 from eachgrad.blocks import Block, Dense, add
+from eachgrad.blocks.arithmetic import accumulation_dtype
 from eachgrad.capture import Recorder
 from eachgrad.cover import Accepted, Solved
 from eachgrad.errors import CaptureError
-from eachgrad.graph import Carried, graph_nodes
+from eachgrad.graph import Carried, Node, graph_nodes
 from eachgrad.passes import Marked, Passes, grad
 from eachgrad.use import Use
 
@@ -126,6 +128,9 @@ def _batched_pull(
 ) -> list[Tensor | None]:
     options = {"retain_graph": True, "allow_unused": True, "create_graph": create_graph}
     try:
+        found = _pulled_through_rows(source, parameters, value, options)
+        if found is not None:
+            return [found]
         return list(grad(source, parameters, value, is_grads_batched=True, **options))
     except RuntimeError as error:
         if "second time" in str(error):
@@ -134,3 +139,36 @@ def _batched_pull(
         rows = [grad(source, parameters, v, **options) for v in value]
         columns = zip(*rows, strict=True)
         return [None if c[0] is None else torch.stack([t.to_dense() if t.is_sparse else t for t in c]) for c in columns]
+
+
+def _pulled_through_rows(
+    source: Tensor | GradientEdge, parameters: list[Tensor], value: Tensor, options: dict[str, bool]
+) -> Tensor | None:
+    """The same where a table was looked up, such as that of positions; None where it was not, or more than once.
+
+    Torch's own way through a look-up is one op for each of many gradients: it is gone up to there, and all are added at once.
+    """
+    if len(parameters) != 1:
+        return None
+    (table,), end = parameters, source.grad_fn if isinstance(source, Tensor) else source.node
+    found: Any = _only_look_up(list(graph_nodes([end])), table)
+    if found is None or found._saved_scale_grad_by_freq:
+        return None
+    ids = found._saved_indices.reshape(-1)
+    (g,) = grad(source, [GradientEdge(found, 0)], value, is_grads_batched=True, **options)
+    rows = g.reshape(len(value), len(ids), table.shape[1]).to(accumulation_dtype(g.dtype))
+    if 0 <= found._saved_padding_idx < len(table):  # -1, as an unsigned number, where there is none
+        rows = rows.masked_fill((ids == found._saved_padding_idx)[:, None], 0.0)
+    return rows.new_zeros(len(rows), *table.shape).index_add(1, ids, rows).to(g.dtype)
+
+
+def _only_look_up(nodes: list[Node], table: Tensor) -> Node | None:
+    """The node by which rows of the table were taken, if no other way leads to it."""
+    end = next(node for node in nodes if getattr(node, "variable", None) is table)
+    while True:
+        above = [node for node in nodes for below, _ in node.next_functions if below is end]
+        if len(above) != 1:
+            return None
+        end = above[0]
+        if end.name() != "AliasBackward0":  # by which the recorder gives a parameter to an op
+            return end if end.name() == "EmbeddingBackward0" else None
