@@ -237,3 +237,19 @@ def test_another_shape_is_another_graph():
             assert_same({"norms": ask(*batch).norms}, {"norms": ask.eager(batch).norms}, EXACT)
     assert [bool(graph.step) for graph in ask.graphs] == [True, True]
     assert ask.reasons() == []
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.random])
+def test_one_graph_for_batches_of_any_size(name):
+    case = CASES[name]
+    model = case.build()
+    ask = eachgrad.compile(model, case.losses, dynamic=True, backend="aot_eager", **questions())
+    drawn = {n: [case.data(seed) for seed in range(5)] for n in (9, 12, 17)}
+    for n in (9, 9, 9, 12, 12, 17, 9):
+        batch = tuple(torch.cat(some)[:n] for some in zip(*drawn[n], strict=True))
+        got, want = ask(*batch), ask.eager(batch)
+        assert_agree(got, vars(want), EXACT)
+    assert not ask.reasons()
+    assert_compiled(ask)
+    (step,) = ask.graphs[0].step.values()
+    assert step.checked == {9, 12, 17}
