@@ -199,6 +199,27 @@ def test_graphs_of_one_memory_share_it_until_all_are_gone(monkeypatch):
     assert asked[7] == (5, None, None)
 
 
+def test_too_little_memory_now_is_not_for_ever(fake, monkeypatch):
+    """A capture that finds no memory is tried again, so many times; every answer is right."""
+    left, own = [2], replay.captured
+
+    def captured(*args):
+        if left[0]:
+            left[0] -= 1
+            raise torch.OutOfMemoryError
+        return own(*args)
+
+    monkeypatch.setattr(replay, "captured", captured)
+    w, shift = problem()
+    for failures, graph in ((2, True), (replay.MOST, False)):
+        left[0], step = failures, replay.Replay(product, frozenset([1]))
+        for _ in range(12):
+            x = torch.randn(4, 3)
+            torch.testing.assert_close(step((w, x, shift))[0], x @ w + shift)
+        assert (step.found is not None) == graph
+        assert step.reason == ("" if graph else "there is too little memory for it")
+
+
 def test_a_graph_for_each_size(monkeypatch):
     """They share memory; when a larger one comes, those before it are captured again in what that takes."""
     asked = []
@@ -271,3 +292,31 @@ def test_sizes_in_turns_on_a_gpu(copies, sizes):
     ask.release()
     torch.cuda.empty_cache()
     assert replay.taken(pool) == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("how", ["waits", "takes all"])
+def test_a_capture_that_fails_on_a_gpu_leaves_nothing_behind(how):
+    """The stream, the generator and the memory are as before, and the next capture works."""
+    x, stream = torch.randn(4, 3, device="cuda"), torch.cuda.current_stream()
+
+    def fails(args):
+        out = args[0] * 2
+        if torch.cuda.is_current_stream_capturing():
+            if how == "waits":
+                out.sum().item()
+            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+        return (out,)
+
+    step = replay.Replay(fails, frozenset([0]))
+    for _ in range(3):
+        torch.testing.assert_close(step((x,))[0], 2 * x)
+        assert torch.cuda.current_stream() == stream
+        torch.cuda.empty_cache()
+        torch.randn(3, device="cuda")
+    assert bool(step.reason) == (how == "waits")  # there may be more memory next time
+    other = replay.Replay(lambda args: (args[0] * 3,), frozenset([0]))
+    for _ in range(3):
+        torch.testing.assert_close(other((x,))[0], 3 * x)
+    assert other.found is not None
+    assert not other.reason
