@@ -22,20 +22,18 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
-from eachgrad import foreign, refusals
+from eachgrad import foreign, recording, refusals
 from eachgrad.functions import EXPANDING, PASSIVE, TEMPLATED, Place, call_site, can_be_opened, op_name, opened, plainer
-from eachgrad.graph import Carried, Node, depends, own_history, replace, same, tensors_of
+from eachgrad.graph import Carried, Node, depends, tensors_of
 from eachgrad.rules import BROADCAST, COMPOSITES, RULES
 from eachgrad.rules.broadcast import IN_PLACE
-from eachgrad.rules.recurrent import bare, meet, twice, use_at
 from eachgrad.rules.registry import NoRule, as_called
 from eachgrad.signature import Signature
 from eachgrad.tensors import Tensors, names_of
-from eachgrad.use import Begin, Tap, Use, autocast_of, version_of
+from eachgrad.use import Use
 
 
 class Recorder(TorchFunctionMode):
@@ -68,12 +66,12 @@ class Recorder(TorchFunctionMode):
         self.rerun = False  # a checkpoint has run a use again
         self.on_recompute: Callable[[Use], None] | None = None  # a reentrant one: hand each use over
         self.without_rule: dict[str, str] = {}  # parameter -> op it met that has no rule
-        self._loose: dict[int, Tensor] = {}
+        self.loose: dict[int, Tensor] = {}
         self.signature = Signature(self.tensors.is_strong)
         self.differentiated = False  # a derivative through the recorded forward was taken, to be differentiated again
         self._ops: list[str] = []
         # A weak reference: autograd would keep a strong one, and everything recorded, alive.
-        self._passed_by = partial(_seen_in_a_derivative, ref(self))
+        self.passed_by = partial(_seen_in_a_derivative, ref(self))
 
     # The mode
 
@@ -112,8 +110,8 @@ class Recorder(TorchFunctionMode):
         carriers, strong = self.tensors.told_apart(found, self.on_recompute is not None)
         if strong or carriers:
             self._sign(func, args, kwargs, found)
-        if func in _OWN:
-            return _OWN[func](self, args, bool(carriers))
+        if func in recording.OWN:
+            return recording.OWN[func](self, args, bool(carriers))
         if func in refusals.CHECKED:
             refusals.CHECKED[func](self, func, args, kwargs)
         if not carriers and strong:
@@ -139,7 +137,9 @@ class Recorder(TorchFunctionMode):
                 weak = True
             else:  # where samples may begin, whatever a tensor was derived by
                 carriers = [
-                    (t, kind) for t, kind in carriers if kind == "pure" or _may_be_spread(func, args, kwargs, t)
+                    (t, kind)
+                    for t, kind in carriers
+                    if kind == "pure" or recording.may_be_spread(func, args, kwargs, t)
                 ]
         if not carriers or not (strong or weak):
             return self._passed(func, args, kwargs, found, strong)
@@ -194,117 +194,22 @@ class Recorder(TorchFunctionMode):
             if out is not NotImplemented:
                 return out
         if func in BROADCAST:
-            return self._broadcast(func, args, kwargs, sources, strong)
+            return recording.broadcast(self, func, args, kwargs, sources, strong)
         if func is torch.Tensor.__setitem__:
             target, index, value = args
             with torch.no_grad():
                 shape = target[index].shape
             value = value.reshape(value.shape[max(0, value.ndim - len(shape)) :])
-            func(target, index, self._expanded(value, shape, strong))
+            func(target, index, recording.expanded(self, value, shape, strong))
             if strong:
                 self.tensors.mark_strong(target)
             return None
         if func in RULES:
-            return self._record(func, args, kwargs, sources, strong)
+            return recording.record(self, func, args, kwargs, sources, strong)
         if not can_be_opened(func):
             return NotImplemented
         with self:
             return opened(func)(*args, **kwargs)
-
-    def _broadcast(self, func: Callable, args: tuple, kwargs: dict, sources: list[Tensor], strong: bool) -> Any:
-        """The op with each source expanded to the output's shape, where its gradient can be taken."""
-        shape = _broadcast_shape(func, args, kwargs)
-        target = args[0] if func in IN_PLACE else None
-        if func is torch.Tensor.copy_:
-            sources = [t for t in sources if t is not target]
-        # What is overwritten below must not be what the op has kept for its backward.
-        spread = {id(t): self._expanded(t.clone() if t is target else t, shape, strong) for t in sources}
-        new_args, new_kwargs = replace((args, kwargs), spread)
-        if target is None or id(target) not in spread:
-            return func(*new_args, **new_kwargs)
-        # A carrier is changed in place: compute apart, then overwrite it.
-        plain = IN_PLACE[func]
-        return NotImplemented if plain is None else target.copy_(plain(*new_args, **new_kwargs))
-
-    def _expanded(self, t: Tensor, shape: torch.Size, strong: bool) -> Tensor:
-        return self._record(torch.Tensor.expand, (t, tuple(shape)), {}, [t], strong)
-
-    def _record(self, func: Callable, args: tuple, kwargs: dict, sources: list[Tensor], strong: bool) -> Tensor:
-        self.rerun = self.rerun or self.replaying
-        originals = {id(t): t for t in sources}
-        seen, aliases, stable = {}, [], {}
-        for key, t in originals.items():
-            is_parameter = key in self.tensors.parameters
-            if strong and not self.attach and self.tensors.carrier(t) == "pure":
-                seen[key] = t.detach()
-            else:
-                # A view is fine for a leaf, which no op may change, and lets sparse gradients through.
-                seen[key] = torch.ops.aten.alias(t) if is_parameter else same(t)
-                aliases.append(seen[key])
-            # A derived tensor may be changed in place later: keep it as it is derived now.
-            if not is_parameter:
-                stable[key] = same(t)
-        call_args, call_kwargs = replace(args, seen), replace(kwargs, seen) if kwargs else kwargs
-        out = (RULES[func].run or func)(*call_args, **call_kwargs)
-        if not out.requires_grad:
-            out = Begin.apply(torch.zeros((), requires_grad=True), out)
-        if stable:
-            args, kwargs = replace((args, kwargs), stable)
-        use = self._use(func, args, kwargs, [stable.get(key, t) for key, t in originals.items()], out, strong, aliases)
-        use.source_versions += tuple([version_of(t) for t in originals.values()])
-        self.add(use)
-        return own_history(out)
-
-    def _use(
-        self, func: Callable, args: tuple, kwargs: dict, sources: list[Tensor], tap: Tensor, strong: bool,
-        aliases: list[Tensor],
-    ) -> Use:  # fmt: skip
-        own = {id(t) for t in sources}
-        if func is F.instance_norm and RULES[func].bind(args, kwargs)["use_input_stats"]:
-            own |= {id(t) for t in args[1:3]}  # running statistics, which are updated and not read
-        versions, source_versions, samples = [], [], []
-        for t in tensors_of(args, kwargs):
-            is_parameter, key = isinstance(t, nn.Parameter), id(t)
-            if is_parameter:
-                source_versions.append(version_of(t))
-            if key in own:
-                continue
-            if not is_parameter:
-                versions.append(version_of(t))
-            if not strong or self.tensors.is_strong(t):
-                samples.append(key)
-        return Use(
-            op=func,
-            rule=RULES[func],
-            args=args,
-            kwargs=kwargs,
-            sources=tuple(sources),
-            tap=Tap.at(tap, self._passed_by),
-            strong=strong,
-            where=self.place(),
-            ops_since=self.ops_so_far,
-            aliases=tuple(aliases),
-            samples=frozenset(samples),
-            versions=tuple(versions),
-            source_versions=tuple(source_versions),
-            autocast=autocast_of(tap.device.type),
-            parameters=self.naming(sources),
-        )
-
-    def _bare(self, weight: Tensor) -> Tensor:
-        """A parameter as an op sees it whose use is recorded by `use_at` afterwards."""
-        if not self.attach:
-            return weight.detach()
-        alias = torch.ops.aten.alias(weight)
-        self._loose[id(weight)] = alias
-        return alias
-
-    def _use_at(self, z: Tensor, op: Callable, *args: Tensor | None) -> None:
-        # The weight and the bias; hidden states are computed from them, and are none.
-        sources = {id(t): t for t in args[1:3] if t is not None and self.tensors.carrier(t) is not None}
-        if sources:
-            aliases = [self._loose.pop(key) for key in sources if key in self._loose]
-            self.add(self._use(op, args, {}, list(sources.values()), z, True, aliases))
 
     def away(self) -> _Away:
         """A context: not active for a while, where it is the innermost mode. Nothing is seen, at no cost."""
@@ -368,15 +273,6 @@ class _Away:
             _push_mode(self.recorder)
 
 
-# What the library's own recurrent layers ask of an active recorder.
-_OWN: dict[Callable, Callable[[Recorder, tuple, bool], Any]] = {
-    twice: lambda recorder, args, carried: recorder.create_graph,
-    use_at: lambda recorder, args, carried: recorder._use_at(*args),
-    bare: lambda recorder, args, carried: recorder._bare(args[0]) if carried else args[0],
-    meet: lambda recorder, args, carried: recorder._expanded(args[0], args[0].shape, True) if carried else args[0],
-}
-
-
 def _names_of(parameters: Mapping[int, str], sources: Sequence[Tensor | Carried]) -> list[str]:
     return [name for source in sources for name in names_of(parameters, source)]
 
@@ -398,19 +294,3 @@ def _recomputes() -> bool:
     """Whether a checkpoint is running its forward again: its hooks for saved tensors are the innermost."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
     return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook")
-
-
-def _may_be_spread(func: Callable, args: tuple, kwargs: dict, t: Tensor) -> bool:
-    """Whether samples may begin here for `t`, which a candidate has seen: a table that is broadcast, or a weight."""
-    if func in BROADCAST:
-        return func not in IN_PLACE and t.shape != _broadcast_shape(func, args, kwargs)
-    if func not in RULES or RULES[func].is_dense or func in COMPOSITES:
-        return False
-    rule = RULES[func]
-    return not any(value is t for name, value in rule.bind(args, kwargs).items() if name in rule.samples)
-
-
-def _broadcast_shape(func: Callable, args: tuple, kwargs: dict) -> torch.Size:
-    if func in IN_PLACE:
-        return args[0].shape
-    return torch.broadcast_shapes(*(t.shape for t in tensors_of(args, kwargs)))

@@ -1,0 +1,149 @@
+"""How an op that a parameter takes part in becomes a use: what the op is given instead, and what is remembered of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from eachgrad.graph import own_history, replace, same, tensors_of
+from eachgrad.rules import BROADCAST, COMPOSITES, RULES
+from eachgrad.rules.broadcast import IN_PLACE
+from eachgrad.rules.recurrent import bare, meet, twice, use_at
+from eachgrad.use import Begin, Tap, Use, autocast_of, version_of
+
+if TYPE_CHECKING:
+    from eachgrad.capture import Recorder
+
+
+def broadcast(
+    recorder: Recorder, func: Callable, args: tuple, kwargs: dict, sources: list[Tensor], strong: bool
+) -> Any:
+    """The op with each source expanded to the output's shape, where its gradient can be taken."""
+    shape = broadcast_shape(func, args, kwargs)
+    target = args[0] if func in IN_PLACE else None
+    if func is torch.Tensor.copy_:
+        sources = [t for t in sources if t is not target]
+    # What is overwritten below must not be what the op has kept for its backward.
+    spread = {id(t): expanded(recorder, t.clone() if t is target else t, shape, strong) for t in sources}
+    new_args, new_kwargs = replace((args, kwargs), spread)
+    if target is None or id(target) not in spread:
+        return func(*new_args, **new_kwargs)
+    # A carrier is changed in place: compute apart, then overwrite it.
+    plain = IN_PLACE[func]
+    return NotImplemented if plain is None else target.copy_(plain(*new_args, **new_kwargs))
+
+
+def expanded(recorder: Recorder, t: Tensor, shape: torch.Size, strong: bool) -> Tensor:
+    return record(recorder, torch.Tensor.expand, (t, tuple(shape)), {}, [t], strong)
+
+
+def record(
+    recorder: Recorder, func: Callable, args: tuple, kwargs: dict, sources: list[Tensor], strong: bool
+) -> Tensor:
+    recorder.rerun = recorder.rerun or recorder.replaying
+    originals = {id(t): t for t in sources}
+    seen, aliases, stable = {}, [], {}
+    for key, t in originals.items():
+        is_parameter = key in recorder.tensors.parameters
+        if strong and not recorder.attach and recorder.tensors.carrier(t) == "pure":
+            seen[key] = t.detach()
+        else:
+            # A view is fine for a leaf, which no op may change, and lets sparse gradients through.
+            seen[key] = torch.ops.aten.alias(t) if is_parameter else same(t)
+            aliases.append(seen[key])
+        # A derived tensor may be changed in place later: keep it as it is derived now.
+        if not is_parameter:
+            stable[key] = same(t)
+    call_args, call_kwargs = replace(args, seen), replace(kwargs, seen) if kwargs else kwargs
+    out = (RULES[func].run or func)(*call_args, **call_kwargs)
+    if not out.requires_grad:
+        out = Begin.apply(torch.zeros((), requires_grad=True), out)
+    if stable:
+        args, kwargs = replace((args, kwargs), stable)
+    use = _use(recorder, func, args, kwargs, [stable.get(key, t) for key, t in originals.items()], out, strong, aliases)
+    use.source_versions += tuple([version_of(t) for t in originals.values()])
+    recorder.add(use)
+    return own_history(out)
+
+
+def _use(
+    recorder: Recorder, func: Callable, args: tuple, kwargs: dict, sources: list[Tensor], tap: Tensor, strong: bool,
+    aliases: list[Tensor],
+) -> Use:  # fmt: skip
+    own = {id(t) for t in sources}
+    if func is F.instance_norm and RULES[func].bind(args, kwargs)["use_input_stats"]:
+        own |= {id(t) for t in args[1:3]}  # running statistics, which are updated and not read
+    versions, source_versions, samples = [], [], []
+    for t in tensors_of(args, kwargs):
+        is_parameter, key = isinstance(t, nn.Parameter), id(t)
+        if is_parameter:
+            source_versions.append(version_of(t))
+        if key in own:
+            continue
+        if not is_parameter:
+            versions.append(version_of(t))
+        if not strong or recorder.tensors.is_strong(t):
+            samples.append(key)
+    return Use(
+        op=func,
+        rule=RULES[func],
+        args=args,
+        kwargs=kwargs,
+        sources=tuple(sources),
+        tap=Tap.at(tap, recorder.passed_by),
+        strong=strong,
+        where=recorder.place(),
+        ops_since=recorder.ops_so_far,
+        aliases=tuple(aliases),
+        samples=frozenset(samples),
+        versions=tuple(versions),
+        source_versions=tuple(source_versions),
+        autocast=autocast_of(tap.device.type),
+        parameters=recorder.naming(sources),
+    )
+
+
+def _bare(recorder: Recorder, weight: Tensor) -> Tensor:
+    """A parameter as an op sees it whose use is recorded by `use_at` afterwards."""
+    if not recorder.attach:
+        return weight.detach()
+    alias = torch.ops.aten.alias(weight)
+    recorder.loose[id(weight)] = alias
+    return alias
+
+
+def _use_at(recorder: Recorder, z: Tensor, op: Callable, *args: Tensor | None) -> None:
+    # The weight and the bias; hidden states are computed from them, and are none.
+    sources = {id(t): t for t in args[1:3] if t is not None and recorder.tensors.carrier(t) is not None}
+    if sources:
+        aliases = [recorder.loose.pop(key) for key in sources if key in recorder.loose]
+        recorder.add(_use(recorder, op, args, {}, list(sources.values()), z, True, aliases))
+
+
+def may_be_spread(func: Callable, args: tuple, kwargs: dict, t: Tensor) -> bool:
+    """Whether samples may begin here for `t`, which a candidate has seen: a table that is broadcast, or a weight."""
+    if func in BROADCAST:
+        return func not in IN_PLACE and t.shape != broadcast_shape(func, args, kwargs)
+    if func not in RULES or RULES[func].is_dense or func in COMPOSITES:
+        return False
+    rule = RULES[func]
+    return not any(value is t for name, value in rule.bind(args, kwargs).items() if name in rule.samples)
+
+
+def broadcast_shape(func: Callable, args: tuple, kwargs: dict) -> torch.Size:
+    if func in IN_PLACE:
+        return args[0].shape
+    return torch.broadcast_shapes(*(t.shape for t in tensors_of(args, kwargs)))
+
+
+# What the library's own recurrent layers ask of an active recorder.
+OWN: dict[Callable, Callable[[Recorder, tuple, bool], Any]] = {
+    twice: lambda recorder, args, carried: recorder.create_graph,
+    use_at: lambda recorder, args, carried: _use_at(recorder, *args),
+    bare: lambda recorder, args, carried: _bare(recorder, args[0]) if carried else args[0],
+    meet: lambda recorder, args, carried: expanded(recorder, args[0], args[0].shape, True) if carried else args[0],
+}
