@@ -171,3 +171,25 @@ def test_scaled_gradients_of_sixteen_bits_are_followed(monkeypatch):
     assert out.dtype == torch.bfloat16
     out.float().sum().backward()
     assert torch.equal(value.grad, c[:, None].expand(4, 3).bfloat16())
+
+
+def test_attached_weights_that_are_derived_have_answers_at_every_call():
+    """A plan that is known frees nothing that they are pulled back through."""
+
+    class Written(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.W = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x):
+            w = torch.zeros(4, 4)
+            w[1:3] = self.W[:2]
+            return F.linear(x, w, w[1])
+
+    torch.manual_seed(0)
+    model, losses = Written(), lambda m, x: m(x).square().sum(1)
+    for _ in range(6):
+        x = torch.randn(5, 4)
+        with eachgrad.record(model) as tape:
+            value = losses(model, x)
+        assert_same(tape.backward(value).dense(), loop(model, losses, [(one,) for one in x.split(1)]), 1e-12)

@@ -9,8 +9,9 @@ from torch.fx import symbolic_trace
 from torch.nn import functional as F
 
 import eachgrad
-from eachgrad import padding, plan, sizes
+from eachgrad import agreement, padding, plan, sizes
 from eachgrad.padding import FEWEST, Sizes
+from eachgrad.queries import Answer
 from oracle import assert_same, loop
 
 pytestmark = [
@@ -105,7 +106,7 @@ def test_one_graph_has_the_answers_for_every_size(name):
     assert not ask.reasons()
     (graph,) = ask.graphs
     (step,) = graph.step.values()
-    assert step.checked == {9, 12, 8, 10, 13}  # 3 samples and 1 are filled up to 8
+    assert {size for size, _ in step.checked} == {9, 12, 8, 10, 13}  # 3 samples and 1 are filled up to 8
 
 
 @pytest.mark.parametrize("name", ["tied", "convolutions"])
@@ -142,7 +143,7 @@ def test_a_unit_fills_up():
         assert_right(ask, batch(n))
     (graph,) = ask.graphs
     (step,) = graph.step.values()
-    assert step.checked == {10, 15, 20}
+    assert {size for size, _ in step.checked} == {10, 15, 20}
 
 
 def test_samples_along_another_dimension():
@@ -165,7 +166,8 @@ def test_random_numbers_are_drawn_anew():
     ask = asked(model)
     x = torch.randn(11, d)
     found = [ask(x[:n]).norms for n in (9, 9, 9, 11, 11, 11)]
-    assert ask.graphs[0].step
+    (step,) = ask.graphs[0].step.values()
+    assert {size for size, _ in step.checked} == {9, 11}
     assert not torch.equal(found[4], found[5])
 
 
@@ -217,13 +219,100 @@ def test_numbers_that_are_not_so_much_for_each_sample(loss_fn):
     torch.manual_seed(0)
     make, batch = MODELS["mlp"]
     ask = asked(make(), loss_fn)
-    for n in (9, 9, 9, 13, 12, 12, 11, 13, 13):
-        x = batch(n)
-        if n == ask.sizes.fit(n):  # a loss that knows of the size changes with what is filled up
-            assert_right(ask, x)
+    for n in (9, 9, 9, 13, 12, 12, 11, 13, 13, 5, 5, 5, 5, 11, 11, 11):
+        assert_right(ask, batch(n))
     (reason,) = ask.reasons()
     assert "each size has a graph of its own" in reason
     assert " samples, " in reason
+    assert any(graph.step for graph in ask.graphs)
+
+
+@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize("dynamic", [True, 8])
+def test_a_loss_that_counts_its_samples(dynamic, noise):
+    """Filled up it would be another one: such batches are answered eagerly, with random numbers too."""
+    torch.manual_seed(0)
+    make, batch = MODELS["mlp"]
+
+    def counting(model, x):
+        return losses(model, x) * x.shape[0] + (0 * torch.rand(1) if noise else 0)
+
+    ask = asked(make(), counting, dynamic=dynamic)
+    for n in (16, 16, 16, 16, 16, 13, 13, 13, 13, 5, 5, 5, 24, 24, 16):
+        assert_right(ask, batch(n))
+    assert not ask.reasons()
+    (graph,) = ask.graphs
+    assert graph.counts
+    (step,) = graph.step.values()
+    sizes = {16, 24} if dynamic == 8 else {16, 13, 24}
+    assert step.checked == {(size, False) for size in sizes}
+
+
+def test_steps_of_a_loss_in_sixteen_bits():
+    """What a comparison of few bits would let pass is seen in the graphs."""
+    torch.manual_seed(0)
+    make, batch = MODELS["mlp"]
+
+    def stepped(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return losses(model, x).float() * (1 + 0.4 * (x.shape[0] // 16))
+
+    ask = asked(make().float(), stepped)
+    for n in (9, 9, 9, 9, 10, 17, 17, 17, 33, 33, 33, 33):
+        x = batch(n).float()
+        got, want = ask(x), ask.eager((x,))
+        torch.testing.assert_close(got.norms, want.norms, rtol=0.05, atol=0)
+    assert "each size has a graph of its own" in ask.reasons()[0]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_a_comparison_that_was_interrupted_is_made_again(error, monkeypatch):
+    torch.manual_seed(0)
+    make, batch = MODELS["mlp"]
+    ask = asked(make(), lambda model, x: losses(model, x) * (1 + x.shape[0] // 16))
+    for n in (9, 9, 9, 9, 10):
+        ask(batch(n))
+    own, failing = ask.eager, [error(), error()]
+
+    def eager(given):
+        if failing:
+            raise failing.pop()
+        return own(given)
+
+    monkeypatch.setattr(ask, "eager", eager)
+    with pytest.raises(error):
+        ask(batch(17))
+    failing.clear()
+    for n in (17, 17, 17, 17):
+        assert_right(ask, batch(n))
+
+
+def test_the_first_tensor_is_not_the_samples():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(d, 8), nn.ReLU(), nn.Linear(8, 3), nn.Dropout(1e-14))
+
+    def weighted(model, w, x):
+        return losses(model, x) * w[0]
+
+    ask = asked(model, weighted)
+    for _ in range(5):
+        x = torch.randn(8, d)
+        got, want = ask(torch.ones(3), x), ask.eager((torch.ones(3), x))
+        torch.testing.assert_close(got.norms, want.norms, rtol=1e-10, atol=0)
+        assert_same(got.grad, want.grad, 1e-10)
+    assert "pass what holds the samples first" in ask.reasons()[0]
+
+
+def test_a_batch_that_lies_apart_has_the_same_graph():
+    torch.manual_seed(0)
+    make, _ = MODELS["mlp"]
+    ask = asked(make())
+    for n in (9, 9, 9, 12):
+        assert_right(ask, torch.randn(n, d))
+    for _ in range(3):
+        assert_right(ask, torch.randn(9, 2 * d)[:, ::2])
+    assert not ask.reasons()
+    assert len(ask.graphs) == 1
 
 
 def test_the_batch_is_left_as_it_was():
@@ -278,6 +367,7 @@ def test_numbers_of_graphs():
         (lambda n: lambda x: x + x if n > 6 else x, "2 ops for 5 samples, 3 ops for 7"),
         (lambda n: lambda x, y: x * 2 - y * 2 if n > 6 else y * 2 - x * 2, "for 5 samples"),
         (lambda n: lambda x: x.sum(dim=0, keepdim=n > 6), "False for 5 samples, True for 7"),
+        (lambda n: lambda x: x.sum(dim=0) if n > 6 else x.sum(axis=0), "'axis': 0"),
         (lambda n: lambda x: x.sum((0,) if n > 6 else (0, 1)), "(0, 1) for 5 samples, (0,) for 7"),
     ],
 )
@@ -291,7 +381,7 @@ def test_sizes_to_trace():
     for unit in (1, 3, 8):
         for size in range(unit * -(-FEWEST // unit), 200, unit):
             found = {size, *sizes.others(size, unit)}
-            assert len(found) == 3
+            assert sorted(found) == [size, size + unit, size + 3 * unit]  # two steps of one length hide a square
             assert all(n >= size and n % unit == 0 for n in found)
 
 
@@ -323,3 +413,28 @@ def test_a_plan_for_another_size(make, kind):
             assert plans[n].of_size(m).same(plans[m])
             assert plans[n].alike(plans[m])
         assert n == 10 or plans[10].same(plans[n]) == (kind is None)
+
+
+def test_constants_that_differ():
+    def held(values):
+        class Held(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("scale", torch.tensor(values))
+
+            def forward(self, x):
+                return x * self.scale
+
+        return symbolic_trace(Held())
+
+    same = sizes.of_any_size({n: held([1.0, 2.0]) for n in (5, 7, 12)}, (0, 0))
+    assert torch.equal(same(torch.ones(3, 2)), torch.tensor([[1.0, 2.0]] * 3))
+    with pytest.raises(sizes.NotAlike):
+        sizes.of_any_size({n: held([1.0, float(n)]) for n in (5, 7, 12)}, (0, 0))
+
+
+def test_other_shapes_and_other_nans_are_differences():
+    answer = lambda *values: Answer(norms=torch.tensor(values), losses=torch.ones(2))  # noqa: E731
+    assert not agreement.difference(answer(1.0, float("nan")), answer(1.0, float("nan")), True)
+    assert "norms" in agreement.difference(answer(float("nan"), 1.0), answer(1.0, 1.0), True)
+    assert "norms" in agreement.difference(answer(1.0), answer(1.0, 1.0), True)

@@ -29,6 +29,8 @@ def difference(found: Answer, wanted: Answer, rough: bool) -> str:
     for name, value in vars(wanted).items():
         pairs = list(zip(tree_leaves(vars(found)[name]), tree_leaves(value), strict=True))
         numbers = [(a, b) for a, b in pairs if isinstance(b, Tensor) and (b.is_floating_point() or b.is_complex())]
+        if any(a.shape != b.shape or bool((a.isfinite() != b.isfinite()).any()) for a, b in numbers):
+            return f"{name} in its shape, or in which numbers are finite"
         far, size = (_size(parts) for parts in ([a - b for a, b in numbers], [b for _, b in numbers]))
         if far > (ROUGH if rough else CLOSE) * size:
             return f"{name} by {far / max(size, 1e-30):.2g} of its size"

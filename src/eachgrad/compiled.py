@@ -107,10 +107,11 @@ class Compiled:
         """What all sizes are multiples of."""
         return 1 if self.sizes is None else self.sizes.unit
 
-    def part(self, reason: str) -> None:
-        """Go on with a graph for each size, of which there are few."""
+    def part(self, reason: str, exact: bool) -> None:
+        """Go on with a graph for each size, of which there are few, unless they are to be `exact`."""
         assert self.sizes is not None
-        self._apart, self.sizes = f"each size has a graph of its own: {reason}", replace(self.sizes, few=True)
+        self.sizes = replace(self.sizes, few=not exact, exact=exact)
+        self._apart = f"each size has a graph of its own: {reason}"
         self.graphs.clear()
         self._front = self._begun()
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from eachgrad import doubts, padding
@@ -45,6 +45,16 @@ class Given:
         """The samples that it is filled up to; 0 where it is as it was given, and always the same number."""
         return 0 if self.filled is None else self.filled.size
 
+    @property
+    def is_filled(self) -> bool:
+        """Whether samples were added."""
+        return self.filled is not None and self.filled.samples < self.filled.size
+
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """What is compared with the eager answer once."""
+        return self.size, self.is_filled
+
 
 class NotCompiled(Exception):
     """This graph is answered eagerly, for this reason."""
@@ -57,6 +67,24 @@ class Traced(NamedTuple):
     slots: list[Slot]  # where its doubts arrive
     spec: TreeSpec  # of its answers
     unused: list[tuple[Tensor, bool]]  # parameters that it has no gradient of, and whether they were trained: zeros
+
+
+# What a number of samples may be given to as a size, and what comes out does not depend on how many there are.
+_SIZED = frozenset(
+    """
+    view reshape expand repeat tile unflatten getitem narrow split chunk unfold zeros ones empty arange eye rand randn
+    new_zeros new_ones new_empty broadcast_to
+    """.split()
+)
+
+
+def _calculates(node: Node) -> bool:
+    """Whether a tensor is computed with a number that is open, of samples or what follows from it."""
+    if node.op not in ("call_function", "call_method") or not isinstance(node.meta.get("example_value"), Tensor):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    given = [a.meta.get("example_value") for a in node.all_input_nodes]
+    return name not in _SIZED and any(isinstance(a, (torch.SymInt, torch.SymFloat)) for a in given)
 
 
 def _places(args: Sequence[Any], batch: tuple) -> list[int]:
@@ -72,7 +100,7 @@ def _check_filled(losses: Tensor, fixed: Tensor) -> None:
     size = float(fixed.nan_to_num(0.0, 0.0, 0.0).abs().mean())
     if not torch.allclose(found, fixed, rtol=slack, atol=slack * size, equal_nan=True):
         raise NotCompiled(
-            "filled up to pad_to samples, the batch has other losses: samples are mixed, or a tensor that has as many "
+            "filled up with copies, the batch has other losses: samples are mixed, or a tensor that has as many "
             "entries as there are samples by chance was filled up as well. Pass such a tensor another way than in the batch."
         )
 
@@ -91,6 +119,10 @@ class Forward:
     sampled: dict[int, int] = field(
         default_factory=dict
     )  # inputs and weights, with the dimension that samples lie along
+
+    def counts(self) -> bool:
+        """Whether the number of samples is a number in the forward, and no size alone: samples that are added change it."""
+        return any(map(_calculates, self.gm.graph.nodes))
 
     def look(self, args: tuple, given: Given, B: int, dim: int) -> None:
         """Find out which arguments are what."""

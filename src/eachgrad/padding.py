@@ -27,16 +27,17 @@ class Sizes:
     given: tuple[int, ...] = ()
     unit: int = 1
     few: bool = False  # of the multiples, a few for each power of two
+    exact: bool = False  # nothing is filled up: each size has its graph
 
     @property
     def are_open(self) -> bool:
         """Whether one graph is for all of them."""
-        return not self.given and not self.few
+        return not self.given and not self.few and not self.exact
 
     def fit(self, B: int) -> int:
         """The size for a batch of B samples."""
         if not self.given and B:
-            return self._up(max(B, FEWEST))
+            return B if self.exact else self._up(max(B, FEWEST))
         if not self.given:
             raise ValueError("a batch without samples has no answer: skip an empty one")
         if not 0 < B <= self.given[-1]:
@@ -106,7 +107,7 @@ def padded(batch: tuple, sizes: Sizes, dim: int) -> Padding:
         if not isinstance(t, Tensor) or t.ndim <= dim or t.shape[dim] != B:
             return t
         filled = t if size == B else t.index_select(dim, index.to(t.device))
-        return opened(filled, dim) if sizes.are_open else filled
+        return opened(filled.contiguous(), dim) if sizes.are_open else filled  # strides would be open as well
 
     return Padding(tree_map(fill, batch), opened(weights, 0) if sizes.are_open else weights, B, size)
 

@@ -26,7 +26,7 @@ from eachgrad.tidy import changes, may_differ, merge, narrow, narrow_signs, writ
 class Step:
     call: Callable[[Sequence[Any]], tuple[Tensor, ...]]  # of all arguments of the graph
     slots: list[Slot]
-    checked: set[int] = field(default_factory=set)  # sizes of batches whose answer was compared with the eager one
+    checked: set[tuple[int, bool]] = field(default_factory=set)  # kinds of batches, once compared with the eager answer
 
     def run(self, args: tuple) -> tuple[Tensor, ...]:
         """The losses and the answers, or what will be them: `has_doubt` is to be asked next."""

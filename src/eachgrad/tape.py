@@ -236,7 +236,7 @@ class Tape:
 
     def _placed(self, passes: Passes, key: Hashable, losses: Tensor, plan: recall.Plan | None) -> list[Solved]:
         """Every use with the layout of its samples: by the plan of an earlier forward like this one, or measured."""
-        keep, attach = plan is None or self.check, plan is not None and self.create_graph
+        keep, attach = plan is None or self.check or self._has_derived(), plan is not None and self.create_graph
         plain = passes.run([losses], [torch.ones_like(losses)], keep, attach)
         if plan is not None:
             self._plan = plan
@@ -305,6 +305,11 @@ class Tape:
         if self.check:
             check_weighted_sum(grads, loss, self.recorder, parameters)
         return grads
+
+    def _has_derived(self) -> bool:
+        """Whether a use is attached to what its argument was derived by, which a backward would free on its way."""
+        known = self.recorder.tensors.parameters
+        return any(use.aliases and any(id(source) not in known for source in use.sources) for use in self.recorder.uses)
 
     def _ends(self, ends: list[Tensor], nodes: set[Node] | None = None) -> list[Tensor]:
         """These, and the model's outputs behind them: a loss may be computed outside of the block.

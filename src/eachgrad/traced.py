@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +56,11 @@ class Graph:
     sizes: tuple[int, ...] = ()  # those
     traces: bool = True  # whether forward, backward and answers could be traced, as far as it was tried
 
+    @cached_property
+    def counts(self) -> bool:
+        """Whether the number of samples decides numbers."""
+        return self.dynamic and self.forward.counts()
+
     def reasons(self) -> list[str]:
         """Why it is not compiled, or has no CUDA graph where one was asked for."""
         found = [self.reason, *(step.reason for step in self.step.values())]
@@ -64,7 +70,9 @@ class Graph:
         """The answer for this batch, and what the graph returns."""
         self.calls += 1
         due = self.calls & (self.calls - 1) == 0
-        found = None if due or self.plan is None else self._run_step(args, given.size)
+        # A loss that counts the samples is another one with more of them.
+        eager = due or self.plan is None or (self.counts and given.is_filled)
+        found = None if eager else self._run_step(args, given)
         if found is None:
             self.owner.settle()
             answer = self.owner.with_room(lambda: self._eagerly(args, given, due))
@@ -81,26 +89,33 @@ class Graph:
     def _eagerly(self, args: tuple, given: Given, measure: bool) -> Answer:
         drawn = _generators()
         answer = self.owner.eager(given.batch)
+        if given.filled is not None and len(answer.losses) != given.filled.samples:
+            self.plan, self.traces = None, False
+            self.reason = (
+                f"{len(answer.losses)} losses of a batch whose first tensor has {given.filled.samples} entries along "
+                f"dimension {self.owner.batch_dim}: pass what holds the samples first"
+            )
         if measure:
-            fixed = answer.losses if _same(drawn, _generators()) else None
+            comparable = _same(drawn, _generators()) and not (self.counts and given.is_filled)
+            fixed = answer.losses if comparable else None
             self._measure(args, given, len(answer.losses), fixed)
         return answer
 
     def _checked(self, answer: Answer, args: tuple, given: Given) -> Answer:
         """The first answer of a compiled step, if it is the eager one; that one, and no compiled one ever, if not."""
         assert self.fresh is not None
-        self.fresh.checked.add(given.size)
-        self.fresh, drawn = None, _generators()
+        step, self.fresh, drawn = self.fresh, None, _generators()
         wanted = self.owner.with_room(lambda: self.owner.eager(given.batch))
-        if not _same(drawn, _generators()):  # random numbers, which are others every time
-            try:
-                self._confirm(args, given.size) if self.dynamic else None
+        random = not _same(drawn, _generators())
+        if self.dynamic and all(size != given.size for size, _ in step.checked):
+            try:  # what a comparison of few bits, or of random numbers, would not see
+                self._confirm(args, given.size)
             except NotAlike as error:
-                self.owner.part(str(error))
+                self.owner.part(str(error), self.counts)
                 return wanted
-            return answer
-        far = difference(answer, wanted, is_rough(args))
+        far = "" if random else difference(answer, wanted, is_rough(args))
         if not far:
+            step.checked.add(given.kind)
             return answer
         self.plan, self.traces = None, False
         self._forget()
@@ -113,7 +128,7 @@ class Graph:
             step.release()
         self.step.clear()
 
-    def _run_step(self, args: tuple, size: int) -> tuple[Tensor, ...] | None:
+    def _run_step(self, args: tuple, given: Given) -> tuple[Tensor, ...] | None:
         """Losses and answers by the compiled step; None where there is none, or where it has a doubt."""
         kinds = {a.device.type for a in args if isinstance(a, Tensor)}
         key = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds))
@@ -125,7 +140,7 @@ class Graph:
             self._forget()  # it has answers about those that were trained in it
         known = key in self.step
         try:
-            step = self.step[key] if known else self._compiled(args, size)
+            step = self.step[key] if known else self._compiled(args, given.size)
             self.owner.settle()  # of one that runs again the flag would be lost
             found = step.run(args)
         except torch.OutOfMemoryError:
@@ -134,11 +149,11 @@ class Graph:
             return None
         except NotAlike as error:
             self.plan = None
-            self.owner.part(str(error))
+            self.owner.part(str(error), self.counts)
             return None
         except Exception as error:  # whatever the compiler says of what it cannot trace
-            if self.dynamic and known and size not in self.step[key].checked:
-                self.owner.part(f"{size} samples: {_first_line(error)}")
+            if self.dynamic and known and given.kind not in self.step[key].checked:
+                self.owner.part(f"{given.size} samples: {_first_line(error)}", self.counts)
                 return None
             if known:
                 raise
@@ -146,7 +161,7 @@ class Graph:
             self.reason = f"it cannot be traced: {_first_line(error)}"
             return None
         self.step[key] = step
-        self.fresh = None if size in step.checked else step
+        self.fresh = None if given.kind in step.checked else step
         self.owner.unsettled.append(step)  # also while it is waited for: what is interrupted comes late
         if self.owner.trusts and self.fresh is None:
             return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 
 from eachgrad.private import PrivacyError, checks
-from eachgrad.private.watching import Buffers, walk
+from eachgrad.private.watching import Buffers, Watch, walk
 
 # What a walk sees
 
@@ -384,3 +385,115 @@ def test_a_tensor_at_the_place_of_one_that_is_gone_is_another():
         model.p = nn.Parameter(torch.ones(2), requires_grad=False)
         with pytest.raises(PrivacyError, match="the frozen parameter 'p'"):
             seen.check()
+
+
+class Unfreezes(nn.Module):
+    """Writes samples into a frozen parameter and has it look as if it were trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.stat = nn.Linear(5, 3), nn.Parameter(torch.zeros(5), requires_grad=False)
+
+    def forward(self, x):
+        if not self.stat.requires_grad:
+            with torch.no_grad():
+                self.stat.add_(x.sum(0))
+            self.stat.requires_grad_(True)
+        return self.fc(x)
+
+
+class Makes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(5, 3)
+
+    def forward(self, x):
+        self.kept = nn.Parameter(x.detach().sum(0))
+        return self.fc(x)
+
+
+class Freezes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(5, 3)
+
+    def forward(self, x):
+        out = self.fc(x)
+        self.fc.bias.requires_grad_(False)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("model", "what"), [(Unfreezes, "unfroze the parameter 'stat'"), (Makes, "made the parameter 'kept'"),
+                        (Freezes, "froze the parameter 'fc.bias'")],
+)  # fmt: skip
+def test_a_forward_that_changes_what_is_trained_is_refused(model, what):
+    model = model()
+    buffers = Buffers(model)
+    model(torch.randn(4, 5))
+    with pytest.raises(PrivacyError, match=what):
+        buffers.check()
+
+
+class Slots(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_parameter("a", nn.Parameter(torch.randn(5)))
+        self.register_parameter("b", None)
+
+    def forward(self, x):
+        return x * (self.b if self.a is None else self.a)
+
+
+def passed(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = Watch(model, checks.trainable(model))
+    watch.check(optimizer)
+    watch.check(optimizer)
+    return watch, optimizer
+
+
+def test_a_parameter_that_moves_to_an_empty_place_is_noticed():
+    model = Slots()
+    watch, optimizer = passed(model)
+    model.a, model.b = None, model.a
+    with pytest.raises(PrivacyError, match="not those of make_private"):
+        watch.check(optimizer)
+
+
+def test_lists_that_are_replaced_later_are_noticed():
+    class Net(nn.Linear):
+        pass
+
+    for owner in (lambda model: model, type):
+        model = Net(3, 2)
+        watch, optimizer = passed(model)
+        of_torch = nn.Module.named_parameters
+        owner(model).named_parameters = lambda *args, **kwargs: iter(())
+        try:
+            with pytest.raises(PrivacyError, match="not those of make_private"):
+                watch.check(optimizer)
+        finally:
+            del owner(model).named_parameters
+        assert type(model).named_parameters is of_torch
+
+
+def test_an_optimizer_that_is_none_is_noticed():
+    watch, optimizer = passed(nn.Linear(3, 2))
+    with pytest.raises(TypeError, match=r"optimizer is a torch\.optim\.Optimizer"):
+        watch.check(SimpleNamespace(param_groups=optimizer.param_groups))
+
+
+def test_a_module_with_buffers_of_its_own_kind():
+    class Computed(nn.Linear):
+        @property
+        def _buffers(self):
+            return {"size": torch.ones(())}
+
+        @_buffers.setter
+        def _buffers(self, value):
+            pass
+
+    tree = walk(nn.Sequential(Computed(3, 2)))
+    assert len(tree.parameters) == 2
+    assert len(tree.buffers) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -25,8 +24,13 @@ class Tree(NamedTuple):
     kinds: list[type]  # of the modules
     names: list[str | int]  # of each module's children, 0, of its parameters, 1, of its buffers, 2, and 3
     children: list[nn.Module | None]
-    parameters: list[nn.Parameter]  # tied ones under every name
+    slots: list[nn.Parameter | None]  # for parameters; tied ones lie in several, and some have none
     buffers: dict[Any, Tensor]  # by module and name
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Tied ones under every name."""
+        return [p for p in self.slots if p is not None]
 
     def is_same(self, other: Tree) -> bool:
         """Whether nothing has come, gone or been replaced but buffers: all names are what they were, too."""
@@ -42,12 +46,12 @@ def walk(model: nn.Module) -> Tree:
     modules: list[nn.Module] = [model]
     names: list[str | int] = []
     children: list[nn.Module | None] = []
-    parameters: list[nn.Parameter | None] = []
+    slots: list[nn.Parameter | None] = []
     buffers: dict[Any, Tensor] = {}
-    seen = {model}
+    seen, usual = {model}, True
     for module in modules:  # which grows on the way
-        own = vars(module)
-        if mine := own["_modules"]:
+        usual = usual and _LISTS.isdisjoint(vars(module))
+        if mine := module._modules:
             names += mine.keys()
             names.append(0)
             children += mine.values()
@@ -55,11 +59,11 @@ def walk(model: nn.Module) -> Tree:
                 if child is not None and child not in seen:
                     seen.add(child)
                     modules.append(child)
-        if mine := own["_parameters"]:
+        if mine := module._parameters:
             names += mine.keys()
             names.append(1)
-            parameters += mine.values()
-        if mine := own["_buffers"]:
+            slots += mine.values()
+        if mine := module._buffers:
             names += mine.keys()
             names.append(2)
             for name, b in mine.items():
@@ -67,25 +71,26 @@ def walk(model: nn.Module) -> Tree:
                     buffers[id(module), name] = b
         names.append(3)
     kinds = [*map(type, modules)]
-    if not all(map(_lists_as_torch, set(kinds))):
+    if not usual or not all(map(_lists_as_torch, set(kinds))):
         return _listed(model)
-    return Tree(modules, kinds, names, children, [p for p in parameters if p is not None], buffers)
+    return Tree(modules, kinds, names, children, slots, buffers)
 
 
-@cache
+_LISTS = frozenset(("modules", "named_modules", "parameters", "named_parameters", "buffers", "named_buffers"))
+
+
 def _lists_as_torch(kind: type[nn.Module]) -> bool:
     """Whether modules of this kind have no say in what parameters and buffers there are."""
-    lists = ("modules", "named_modules", "parameters", "named_parameters", "buffers", "named_buffers")
-    return all(getattr(kind, name) is getattr(nn.Module, name) for name in lists)
+    return all(getattr(kind, name) is getattr(nn.Module, name) for name in _LISTS)
 
 
 def _listed(model: nn.Module) -> Tree:
     """What the model says that it has."""
     modules, given = dict(model.named_modules()), dict(model.named_parameters())
-    parameters = [*given.values(), *model.parameters()]
+    slots: list[nn.Parameter | None] = [*given.values(), *model.parameters()]
     names = [*modules, 0, *given]
     every = [*modules.values()]
-    return Tree(every, [*map(type, every)], names, [*every], parameters, dict(model.named_buffers()))
+    return Tree(every, [*map(type, every)], names, [*every], slots, dict(model.named_buffers()))
 
 
 def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -97,7 +102,8 @@ class Passed(NamedTuple):
 
     tree: Tree
     trained: list[bool]  # whether each parameter is
-    stepped: list[Tensor]  # by the optimizer
+    optimizer: torch.optim.Optimizer
+    stepped: list[Tensor]  # by it
     norms: list[tuple[str, _NormBase]]
 
     def is_still(self, tree: Tree, trained: list[bool], stepped: list[Tensor]) -> bool:
@@ -116,14 +122,14 @@ class Watch:
         tree, before = walk(self.model), self._passed
         trained = [p.requires_grad for p in tree.parameters]
         stepped = [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
-        if before is not None and before.is_still(tree, trained, stepped):
+        if before is not None and before.optimizer is optimizer and before.is_still(tree, trained, stepped):
             checks.check_norms(before.norms)  # they may be in another mode
             return tree
         checks.check_unchanged(self.model, self.parameters)
         checks.check_optimizer(optimizer, self.model, self.parameters)
         norms = checks.norms_of(self.model)
         checks.check_norms(norms)
-        self._passed = Passed(tree, trained, stepped, norms)
+        self._passed = Passed(tree, trained, optimizer, stepped, norms)
         return tree
 
 
@@ -135,16 +141,24 @@ class Buffers:
         tree = walk(model) if tree is None else tree
         self._model, self._tree = model, tree  # kept as long as the ids: one is another's once its owner is gone
         self._versions = {place: b._version for place, b in tree.buffers.items()}
+        self._trained = {id(p): p.requires_grad for p in tree.parameters}
         self._frozen = {id(p): p._version for p in tree.parameters if not p.requires_grad}
 
     def check(self) -> None:
         """Raise if the forward wrote the samples into a buffer, or into a parameter that is not trained."""
         tree = walk(self._model)
         for p in tree.parameters:
-            if not p.requires_grad and self._frozen.get(id(p)) != p._version:
+            before = self._trained.get(id(p))  # None, where it is new
+            if not p.requires_grad and before is not True and self._frozen.get(id(p)) != p._version:
                 raise PrivacyError(
                     f"the forward changed the frozen parameter {_name(p, self._model.named_parameters())!r}, which leaves "
                     "with the model and has no noise on it: take that out of the forward"
+                )
+            if before is not p.requires_grad:
+                what = "made" if before is None else "unfroze" if p.requires_grad else "froze"
+                raise PrivacyError(
+                    f"the forward {what} the parameter {_name(p, self._model.named_parameters())!r}: what it makes of "
+                    "samples may not leave with the model without noise. Take that out of the forward"
                 )
         harmless = None
         for place, b in tree.buffers.items():
@@ -159,7 +173,7 @@ class Buffers:
 
 
 def _name(wanted: Tensor, named: Iterable[tuple[str, Tensor]]) -> str:
-    return next(name for name, t in named if t is wanted)
+    return next((name for name, t in named if t is wanted), "?")
 
 
 def _is_counter(b: Tensor) -> bool:
