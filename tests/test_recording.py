@@ -18,6 +18,7 @@ from eachgrad.errors import CaptureError
 from eachgrad.graph import own_history
 from eachgrad.passes import Passes
 from eachgrad.rules import RULES
+from eachgrad.signature import Signature
 from eachgrad.use import Tap
 from oracle import assert_same, loop
 
@@ -193,3 +194,28 @@ def test_attached_weights_that_are_derived_have_answers_at_every_call():
         with eachgrad.record(model) as tape:
             value = losses(model, x)
         assert_same(tape.backward(value).dense(), loop(model, losses, [(one,) for one in x.split(1)]), 1e-12)
+
+
+def signature_of(func, *args):
+    """What the signature of a forward is after one op on a tensor of the batch."""
+    found = Signature(lambda t: True)
+    found.add(func, args, {}, [a for a in args if isinstance(a, torch.Tensor)], (1,))
+    return found.value
+
+
+@pytest.mark.parametrize(
+    ("func", "args"),
+    [(torch.sort, (0,)), (torch.Tensor.argsort, ()), (torch.topk, (1,)), (torch.tensordot, ("same", 1)),
+     (torch.kron, ("same",)), (torch.Tensor.flip, (0,)), (torch.Tensor.cumsum, (0,))],
+)  # fmt: skip
+def test_ops_that_values_decide_have_no_signature(func, args):
+    x = torch.randn(4, 4, requires_grad=True)
+    assert signature_of(func, x, *(x if a == "same" else a for a in args)) is None
+
+
+def test_numbers_that_hash_alike_are_told_apart():
+    x = torch.randn(4, 4, requires_grad=True)
+    found = [signature_of(torch.Tensor.sum, x, k) for k in (-1, -2, 0, 1, (-1,), (-2,), -1.0, -2.0)]
+    assert None not in found
+    assert len(set(found[:6])) == 6
+    assert found[6] != found[7]
