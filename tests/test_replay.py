@@ -200,18 +200,23 @@ def test_graphs_of_one_memory_share_it_until_all_are_gone(monkeypatch):
 
 
 def test_inputs_of_one_kind_are_kept_apart(fake):
-    """Two tensors of the batch, of the same dtype; one that lies with its columns first keeps that."""
-    steps = replay.Replays(lambda args: (args[0] @ args[1],), frozenset([0, 1]), replay.Memory(), (0, 0))
+    """Two tensors of the batch of one dtype; a third that lies with its columns first keeps that."""
+    product = lambda args: ((args[0] + 2 * args[1]) @ args[2],)  # noqa: E731
+    steps = replay.Replays(product, frozenset([0, 1, 2]), replay.Memory(), (0, 0))
+
+    def batch(n):
+        return torch.randn(n, 3), torch.randn(n, 3), torch.randn(2, 3).T
+
     for n in (4, 6, 4, 6, 3, 3, 4, 6):
-        x, y = torch.randn(n, 3), torch.randn(2, 3).T
-        torch.testing.assert_close(steps((x, y))[0], x @ y)
+        x, y, z = batch(n)
+        torch.testing.assert_close(steps((x, y, z))[0], (x + 2 * y) @ z)
     found = steps.each[4]
     assert found.found is not None
     assert found.own[0].data_ptr() != found.own[1].data_ptr()
-    assert found.own[1].stride() == (1, 3)
+    assert found.own[2].stride() == (1, 3)
     kept = {key: t.data_ptr() for key, t in steps.memory._inputs.items()}
-    assert kept
-    steps((torch.randn(6, 3), torch.randn(2, 3).T))
+    assert len(kept) == 2
+    steps(batch(6))
     assert {key: t.data_ptr() for key, t in steps.memory._inputs.items()} == kept
     steps.release()
     assert not steps.memory._inputs

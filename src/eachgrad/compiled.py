@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from eachgrad import padding
+from eachgrad.errors import first_line
 from eachgrad.forward import Forward, Given, NotCompiled
 from eachgrad.queries import Accumulator, Answer, Query
 from eachgrad.receipt import call_loss
@@ -155,7 +156,7 @@ class Compiled:
             return self.eager(batch) if self._answer is None else self._answer
         except (TorchDynamoException, GuardOnDataDependentSymNode) as error:
             answer = self.eager(batch)  # or it is the model that fails, and says so better
-            self._refused = f"the compiler does not take the forward as one graph: {_first_line(error)}"
+            self._refused = f"the compiler does not take the forward as one graph: {first_line(error)}"
             return answer
         finally:
             self._given, self._answer = None, None
@@ -202,11 +203,6 @@ class Compiled:
         answer = asked.answer()
         answer.losses = losses.detach()
         return answer
-
-
-def _first_line(error: Exception) -> str:
-    error = getattr(error, "inner_exception", error)  # what a compiler's failure was about
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 # The modes with CUDA graphs of their own, and what else they ask for: here the whole step is one.

@@ -11,3 +11,9 @@ class CaptureError(EachgradError):
 
 class UnsupportedOp(CaptureError):
     """A parameter meets the batch in an op that has no rule."""
+
+
+def first_line(error: Exception) -> str:
+    """What somebody else's error says, in short."""
+    error = getattr(error, "inner_exception", error)  # what a compiler's failure was about
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_unflatten
 
 from eachgrad.agreement import difference, is_rough
-from eachgrad.errors import CaptureError
+from eachgrad.errors import CaptureError, first_line
 from eachgrad.forward import Forward, Given, NotCompiled, Traced
 from eachgrad.queries import Answer
 from eachgrad.recall import Plan
@@ -35,10 +35,6 @@ def _same(before: list[Tensor], after: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
 @dataclass
 class Graph:
     """One graph of the front end: a forward and its loss, for one set of shapes and one way through the Python code."""
@@ -52,8 +48,9 @@ class Graph:
     step: dict[Any, Step] = field(default_factory=dict)  # compiled, by the state of autocast
     held: list[Tensor] = field(default_factory=list)  # the parameters that are compiled into it
     fresh: Step | None = None  # whose answer is to be compared with the eager one
-    traced: list[Traced] = field(default_factory=list)  # the step, as it was traced; if for any size, then for several
-    sizes: tuple[int, ...] = ()  # those
+    traced: dict[int, Traced] = field(
+        default_factory=dict
+    )  # the step by size, as it was traced; of one for any, several
     traces: bool = True  # whether forward, backward and answers could be traced, as far as it was tried
 
     @cached_property
@@ -78,7 +75,7 @@ class Graph:
             answer = self.owner.with_room(lambda: self._eagerly(args, given, due))
             return answer, (answer.losses,)
         losses, *leaves = found if self.owner.lends else [t.clone() for t in found]
-        answer = Answer(**tree_unflatten(list(leaves), self.traced[0].spec))
+        answer = Answer(**tree_unflatten(list(leaves), next(iter(self.traced.values())).spec))
         answer.losses = losses
         if given.filled is not None:
             answer = given.filled.undo(answer, self.owner.queries)
@@ -136,7 +133,7 @@ class Graph:
         if len(held) != len(self.held) or any(a is not b for a, b in zip(held, self.held, strict=True)):
             self.held = held
             self._forget()  # what is compiled has other parameters in it: one was replaced
-        if any(p.requires_grad != trained for some in self.traced for p, trained in some.unused):
+        if any(p.requires_grad != trained for some in self.traced.values() for p, trained in some.unused):
             self._forget()  # it has answers about those that were trained in it
         known = key in self.step
         try:
@@ -153,12 +150,12 @@ class Graph:
             return None
         except Exception as error:  # whatever the compiler says of what it cannot trace
             if self.dynamic and known and given.kind not in self.step[key].checked:
-                self.owner.part(f"{given.size} samples: {_first_line(error)}", self.counts)
+                self.owner.part(f"{given.size} samples: {first_line(error)}", self.counts)
                 return None
             if known:
                 raise
             self.plan, self.traces = None, False
-            self.reason = f"it cannot be traced: {_first_line(error)}"
+            self.reason = f"it cannot be traced: {first_line(error)}"
             return None
         self.step[key] = step
         self.fresh = None if given.kind in step.checked else step
@@ -190,8 +187,8 @@ class Graph:
     def _compiled(self, args: tuple, size: int) -> Step:
         assert self.plan is not None
         if not self.dynamic:
-            self.traced = [self.forward.traced(args, self.plan)]
-            return self._step(args, self.traced[0])
+            self.traced = {size: self.forward.traced(args, self.plan)}
+            return self._step(args, self.traced[size])
         # With as many samples as there are positions, two numbers are one by chance: then from other sizes.
         with suppress(NotAlike):
             return self._of_any_size(args, size)
@@ -201,8 +198,7 @@ class Graph:
         """A step for any number of samples, from those for so many and for others."""
         traces = {n: self._traced_for(n, args) for n in (size, *others(size, self.owner.unit))}
         # What is compiled is changed.
-        self.traced = [some._replace(gm=GraphModule(some.gm, deepcopy(some.gm.graph))) for some in traces.values()]
-        self.sizes = tuple(traces)
+        self.traced = {n: some._replace(gm=GraphModule(some.gm, deepcopy(some.gm.graph))) for n, some in traces.items()}
         first = traces.pop(size)
         return self._step(args, first, Samples(self.forward.sampled, size), {n: some.gm for n, some in traces.items()})
 
@@ -213,7 +209,7 @@ class Graph:
 
     def _confirm(self, args: tuple, size: int) -> None:
         """Raise if the step for so many samples is none of the one for any size, where no number can tell."""
-        known = {n: some.gm for n, some in zip(self.sizes, self.traced, strict=True)}
+        known = {n: some.gm for n, some in self.traced.items()}
         of_any_size({**known, size: self._traced_for(size, args).gm}, next(iter(self.forward.sampled.items())))
 
     def _traced_for(self, n: int, args: tuple) -> Traced:
