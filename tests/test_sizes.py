@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 import eachgrad
 from eachgrad import agreement, padding, plan, sizes
+from eachgrad.blocks import arithmetic
+from eachgrad.kernels import positions
 from eachgrad.padding import FEWEST, Sizes
 from eachgrad.queries import Answer
 from oracle import assert_same, loop
@@ -144,6 +146,23 @@ def test_a_unit_fills_up():
     (graph,) = ask.graphs
     (step,) = graph.step.values()
     assert {size for size, _ in step.checked} == {10, 15, 20}
+
+
+def test_what_only_speed_depends_on_is_chosen_once(monkeypatch):
+    """A kernel from so many numbers on, which divides its work by how many samples there are."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(arithmetic, "on_gpu", lambda t: True)
+    monkeypatch.setattr(arithmetic, "MANY", 11 * 260 * 40)
+    monkeypatch.setattr(positions, "PROGRAMS", 22)
+    assert {positions.tiling(n, 260, 40).parts for n in (8, 12, 27)} == {2, 1}
+    model = nn.Sequential(nn.Linear(d, 40), nn.Tanh(), nn.Linear(40, 3)).float()
+    for first in (9, 12):  # without the kernel, and with it
+        ask = asked(model)
+        for n in (first, first, first, 13, 8, 27, 9):
+            assert_right(ask, torch.randn(n, 260, d, dtype=torch.float32), 1e-5)
+        assert not ask.reasons()
+        ((step,),) = ([*graph.step.values()] for graph in ask.graphs)
+        assert {size for size, _ in step.checked} == {first, 8, 27, 9}
 
 
 def test_samples_along_another_dimension():

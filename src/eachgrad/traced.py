@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_unflatten
 
 from eachgrad.agreement import difference, is_rough
+from eachgrad.choices import Choices
 from eachgrad.errors import CaptureError, first_line
 from eachgrad.forward import Forward, Given, NotCompiled, Traced
 from eachgrad.queries import Answer
@@ -51,6 +52,7 @@ class Graph:
     traced: dict[int, Traced] = field(
         default_factory=dict
     )  # the step by size, as it was traced; of one for any, several
+    choices: Choices = field(default_factory=Choices)  # that the steps of all sizes share
     traces: bool = True  # whether forward, backward and answers could be traced, as far as it was tried
 
     @cached_property
@@ -196,6 +198,7 @@ class Graph:
 
     def _of_any_size(self, args: tuple, size: int) -> Step:
         """A step for any number of samples, from those for so many and for others."""
+        self.choices = Choices()
         traces = {n: self._traced_for(n, args) for n in (size, *others(size, self.owner.unit))}
         # What is compiled is changed.
         self.traced = {n: some._replace(gm=GraphModule(some.gm, deepcopy(some.gm.graph))) for n, some in traces.items()}
@@ -215,4 +218,5 @@ class Graph:
     def _traced_for(self, n: int, args: tuple) -> Traced:
         """The step for n samples."""
         assert self.plan is not None
-        return self.forward.traced(resized(args, self.forward.sampled, n), self.plan.of_size(n))
+        with self.choices.hold():
+            return self.forward.traced(resized(args, self.forward.sampled, n), self.plan.of_size(n))

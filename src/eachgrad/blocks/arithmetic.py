@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from eachgrad import plan
+from eachgrad.choices import chosen
 from eachgrad.kernels.many import squares_of_many, weighted_of_many
 from eachgrad.kernels.positions import DTYPES, position_sums
 
@@ -93,7 +94,7 @@ def are_many(*values: Tensor) -> bool:
     if not on_gpu(values[0]):
         return False
     B, T = values[0].shape[:2]
-    many = T > 1 and values[0].numel() >= max(MANY, B * T * WIDE)
+    many = chosen(T > 1 and values[0].numel() >= max(MANY, B * T * WIDE))
     return many and all(t.dtype in DTYPES and not t.requires_grad for t in values)
 
 

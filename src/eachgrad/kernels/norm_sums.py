@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from eachgrad.choices import chosen
 from eachgrad.kernels.library import library
 from eachgrad.kernels.positions import DTYPES, tiling
 
@@ -89,6 +90,6 @@ def norm_sums(g: Tensor, x: Tensor, mean: Tensor | None, scale: Tensor) -> tuple
     mean, None for 0, and scale are (B, T, 1) in float32.
     """
     _check(g, [x], mean, scale)
-    found = torch.ops.eachgrad.norm_sums(g, [x], mean, scale, tiling(*g.shape).parts)
+    found = torch.ops.eachgrad.norm_sums(g, [x], mean, scale, chosen(tiling(*g.shape).parts))
     of_bias, of_weight = (found[:, :, 0] if found.shape[2] == 1 else found.sum(2)).unbind()
     return of_bias, of_weight

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eachgrad.choices import chosen
 from eachgrad.kernels.library import library
 
 # A program adds up so many positions of so many numbers at a time. If there would be too few programs to keep the device
@@ -99,5 +100,5 @@ def _(values: list[Tensor], parts: int = 0) -> Tensor:
 def position_sums(*values: Tensor) -> tuple[Tensor, ...]:
     """sum_t value[:, t] of one or two (B, T, n), in float32: (B, n) for each."""
     _check(values)
-    found = torch.ops.eachgrad.position_sums(list(values), tiling(*values[0].shape).parts)
+    found = torch.ops.eachgrad.position_sums(list(values), chosen(tiling(*values[0].shape).parts))
     return (found[:, :, 0] if found.shape[2] == 1 else found.sum(2)).unbind()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eachgrad.choices import chosen
 from eachgrad.kernels.library import library
 
 NUMBERS = 1 << 14  # of a program's tile: of 16 samples eight a thread, sixteen bytes of bfloat16
@@ -78,5 +79,5 @@ def _(value: Tensor, samples: int = 0) -> tuple[Tensor, Tensor]:
 
 def squares_and_mean(value: Tensor) -> tuple[Tensor, Tensor]:
     """|value[i]|^2 of (B, *shape), (B,), and the mean over samples, (*shape), both in float32."""
-    parts, mean = torch.ops.eachgrad.squares_and_mean(value, tile(len(value)))
+    parts, mean = torch.ops.eachgrad.squares_and_mean(value, chosen(tile(len(value))))
     return parts.sum(0), mean
