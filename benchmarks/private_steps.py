@@ -138,9 +138,9 @@ class Private:
         each = [[call] if isinstance(call, Replay) else [*getattr(call, "each", {}).values()] for call in calls]
         return [one for some in each for one in some]
 
-    def _captured(self) -> dict[int, int]:
-        """Which ones there are."""
-        return {id(one): id(one.found) for one in self.replays()}
+    def _captured(self) -> dict[int, tuple[int, int]]:
+        """Which ones there are, and how often it was tried."""
+        return {id(one): (id(one.found), one.captures) for one in self.replays()}
 
     def was_usual(self) -> bool:
         return self._usual

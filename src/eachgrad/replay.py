@@ -28,31 +28,41 @@ SHARES = (0.7, 0.8, 0.9)  # of what it takes without
 LARGE = 1 << 26  # bytes below which nobody cares
 
 
+class Elsewhere(RuntimeError):
+    """What was captured is not in the memory that was meant for it."""
+
+
 class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     outputs: tuple[Tensor, ...]  # what it returns after a replay
-    pool: Any  # its memory
+    pool: Any  # its memory, by the name that torch has for it
     stream: Any = None  # that it was captured on
+
+
+def _pieces(pool: tuple[int, int]) -> list[range]:
+    """The addresses that a pool has from the device."""
+    found = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool)]
+    return [range(s["address"], s["address"] + s["total_size"]) for s in found]
 
 
 def taken(pool: tuple[int, int]) -> int:
     """The bytes that a pool has from the device."""
-    return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool))
+    return sum(map(len, _pieces(pool)))
 
 
 def captured(call: Call, args: Sequence[Any], room: int = 0, pool: Any = None, stream: Any = None) -> Captured:
     """A graph of the call. `room`: bytes that are taken in one piece before."""
     graph, was_on, before = torch.cuda.CUDAGraph(), gc.isenabled(), torch.cuda.current_stream()
-    stream, pool = stream or torch.cuda.Stream(), pool or torch.cuda.MemPool()
+    # No torch.cuda.MemPool, which ends the process if it goes while another pool is in use, such as one of the user's.
+    stream, pool = stream or torch.cuda.Stream(), pool or torch.cuda.graph_pool_handle()
     gc.collect()
     gc.disable()  # what it frees on the way, such as a module of kernels, may be forbidden during a capture
     _forget_workspaces()
     try:
-        if room:
-            with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            if room:
                 torch.empty(room, dtype=torch.uint8, device="cuda")
-        with torch.cuda.graph(graph, pool=pool.id, stream=stream, capture_error_mode="thread_local"):
-            return Captured(graph, call(args), pool, stream)
+            outputs = call(args)
     except RuntimeError:
         _end(pool, before)
         raise
@@ -60,19 +70,25 @@ def captured(call: Call, args: Sequence[Any], room: int = 0, pool: Any = None, s
         _forget_workspaces()
         if was_on:
             gc.enable()
+    pieces = _pieces(pool)
+    if not any(t.data_ptr() in some for t in outputs for some in pieces):
+        # A pool of the user's is in use: it has all that the graph writes to, and gives it to others later.
+        raise Elsewhere("a memory pool is in use around it")
+    return Captured(graph, outputs, pool, stream)
 
 
 def _end(pool: Any, stream: Any) -> None:
     """Let torch know that a capture has failed: it would take itself to be in one for ever, on another stream.
 
-    Its generator draws nothing then, and its memory is not given back: a pool that goes would end the process.
+    Its generator draws nothing then, and its memory is not given back.
     """
     torch.cuda.set_stream(stream)
     device = torch.cuda.current_device()
     generator = torch.cuda.default_generators[device]
     generator.graphsafe_set_state(generator.clone_state())
     with suppress(RuntimeError):  # it has been told
-        torch._C._cuda_endAllocateToPool(device, pool.id)
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)  # as a graph does that goes, if its capture has come to its end
 
 
 def _forget_workspaces() -> None:
@@ -100,7 +116,7 @@ def best_room(call: Call, args: Sequence[Any]) -> int:
 def _tried(call: Call, args: Sequence[Any], room: int) -> tuple[int, int]:
     """The bytes that a graph holds, and those that are still there when it is gone."""
     found = captured(call, args, room)
-    pool = found.pool.id
+    pool = found.pool
     size = taken(pool)
     del found
     torch.cuda.empty_cache()
@@ -135,8 +151,8 @@ class Memory:
         self._users.add(user)
         if not size:
             return found
-        held = found.graph, found.pool  # as long as somebody has an answer
-        return found._replace(outputs=tuple(lent(t, held) for t in found.outputs))
+        # As long as somebody has an answer, its graph is there, and with it the memory.
+        return found._replace(outputs=tuple(lent(t, found.graph) for t in found.outputs))
 
     def input(self, place: int, like: Tensor, size: int) -> Tensor:
         """A copy of an argument, for good; in memory that graphs of other sizes use as well, if there are such."""
@@ -229,9 +245,10 @@ class Replay:
             with torch.cuda.device(places.pop()) if len(places) == 1 else nullcontext():
                 given = [mine.get(k, a) for k, a in enumerate(args)]
                 self.found = self.memory.captured(self, self.call, given, self.size)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, Elsewhere) as error:
             self._release()  # there may be more of it next time
-            self.reason = "there is too little memory for it" if self.captures >= MOST else ""
+            said = str(error) if isinstance(error, Elsewhere) else "there is too little memory for it"
+            self.reason = said if self.captures >= MOST else ""
             return
         except RuntimeError as error:
             self._release()
