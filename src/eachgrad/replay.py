@@ -28,10 +28,6 @@ SHARES = (0.7, 0.8, 0.9)  # of what it takes without
 LARGE = 1 << 26  # bytes below which nobody cares
 
 
-class Elsewhere(RuntimeError):
-    """What was captured is not in the memory that was meant for it."""
-
-
 class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     outputs: tuple[Tensor, ...]  # what it returns after a replay
@@ -39,15 +35,9 @@ class Captured(NamedTuple):
     stream: Any = None  # that it was captured on
 
 
-def _pieces(pool: tuple[int, int]) -> list[range]:
-    """The addresses that a pool has from the device."""
-    found = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool)]
-    return [range(s["address"], s["address"] + s["total_size"]) for s in found]
-
-
 def taken(pool: tuple[int, int]) -> int:
     """The bytes that a pool has from the device."""
-    return sum(map(len, _pieces(pool)))
+    return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool))
 
 
 def captured(call: Call, args: Sequence[Any], room: int = 0, pool: Any = None, stream: Any = None) -> Captured:
@@ -62,7 +52,7 @@ def captured(call: Call, args: Sequence[Any], room: int = 0, pool: Any = None, s
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             if room:
                 torch.empty(room, dtype=torch.uint8, device="cuda")
-            outputs = call(args)
+            return Captured(graph, call(args), pool, stream)
     except RuntimeError:
         _end(pool, before)
         raise
@@ -70,11 +60,6 @@ def captured(call: Call, args: Sequence[Any], room: int = 0, pool: Any = None, s
         _forget_workspaces()
         if was_on:
             gc.enable()
-    pieces = _pieces(pool)
-    if not any(t.data_ptr() in some for t in outputs for some in pieces):
-        # A pool of the user's is in use: it has all that the graph writes to, and gives it to others later.
-        raise Elsewhere("a memory pool is in use around it")
-    return Captured(graph, outputs, pool, stream)
 
 
 def _end(pool: Any, stream: Any) -> None:
@@ -245,10 +230,9 @@ class Replay:
             with torch.cuda.device(places.pop()) if len(places) == 1 else nullcontext():
                 given = [mine.get(k, a) for k, a in enumerate(args)]
                 self.found = self.memory.captured(self, self.call, given, self.size)
-        except (torch.OutOfMemoryError, Elsewhere) as error:
+        except torch.OutOfMemoryError:
             self._release()  # there may be more of it next time
-            said = str(error) if isinstance(error, Elsewhere) else "there is too little memory for it"
-            self.reason = said if self.captures >= MOST else ""
+            self.reason = "there is too little memory for it" if self.captures >= MOST else ""
             return
         except RuntimeError as error:
             self._release()
