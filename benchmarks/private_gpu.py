@@ -29,7 +29,7 @@ from gpu_contenders import Task
 from gpu_entrant import Row, clean, on_gpu
 from gpu_models import MODELS
 from private_runner import Runner, Steps
-from private_steps import OPTIMIZERS, Plain, Private, Trainer, Training, data_for
+from private_steps import OPTIMIZERS, Drawn, Plain, Private, Trainer, Training, data_for
 from timing import ratio, write
 
 import eachgrad
@@ -37,8 +37,9 @@ import eachgrad
 BASE = "plain_compiled"
 CONTENDERS: dict[str, Callable[[Training], Trainer]] = {
     BASE: Plain,
+    "plain_drawn": Drawn,
     "private": Private,
-    "private_any": partial(Private, graphs="any"),
+    "private_two": partial(Private, graphs=2),
     "private_whole": partial(Private, pieces=1),
     "private_half": partial(Private, pieces=2),
     "private_quarter": partial(Private, pieces=4),
@@ -54,6 +55,7 @@ def figures(runner: Runner, base: Runner) -> Row:
     row["mean_milliseconds"] = 1e3 * statistics.mean(t for t, _ in every)
     row["microseconds_a_sample"] = 1e6 * sum(t for t, _ in every) / max(1, sum(n for _, n in every))
     row["measuring_milliseconds"] = [1e3 * t for t in runner.unusual]
+    row["each"] = [(n, round(1e3 * t, 3)) for t, n in every]  # samples and milliseconds
     row |= {"rounds": len(runner.rounds), "steps_a_round": runner.options.steps}
     if runner is not base:
         theirs = base.rounds[-len(runner.rounds) :]
@@ -145,14 +147,14 @@ def cell(row: Row) -> str:
         return f"{row['milliseconds']:.1f} ms"
     text = f"{against['step']['ratio']:.2f}, {against['sample']['ratio']:.2f}"
     text += f" ({against['memory']:.2f})" if "memory" in against else ""
-    return text + ("" if row["right"] else " WRONG")
+    return text + ("" if row.get("right", True) else " WRONG")
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    private = [name for name in CONTENDERS if name != BASE]
+    others = [name for name in CONTENDERS if name != BASE]
     parser.add_argument("--models", nargs="+", default=["gpt2", "vit", "resnet18"], choices=list(MODELS))
-    parser.add_argument("--contenders", nargs="+", default=private, choices=private, help=f"beside {BASE}")
+    parser.add_argument("--contenders", nargs="+", default=others, choices=others, help=f"beside {BASE}")
     parser.add_argument("--optimizer", default="sgd", choices=list(OPTIMIZERS))
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp32"], help="bf16: autocast")
     parser.add_argument("--rounds", type=int, default=5)

@@ -68,6 +68,8 @@ def data_for(setup: Setup) -> TensorDataset:
 class Plain:
     """The mean loss of B samples, compiled, its backward and the optimizer."""
 
+    dynamic = False
+
     def __init__(self, training: Training):
         task, setup = training.task, training.task.setup
         self.task, self.data, self.optimizer, self.size = task, training.data, training.optimizer, training.batch_size
@@ -76,22 +78,36 @@ class Plain:
         def mean_loss(x: Tensor, y: Tensor) -> Tensor:
             return setup.losses(setup.model, x, y).mean()
 
-        self.loss = torch.compile(mean_loss, fullgraph=setup.fullgraph, dynamic=False, backend=task.backend)
+        self.loss = torch.compile(mean_loss, fullgraph=setup.fullgraph, dynamic=self.dynamic, backend=task.backend)
 
-    def step(self) -> int:
+    def draw(self) -> Tensor:
+        """The samples of the next step."""
         if not self.order:
             self.order = list(torch.randperm(len(self.data), device=self.data.tensors[0].device).split(self.size))
-        index = self.order.pop()
+        return self.order.pop()
+
+    def step(self) -> int:
+        index = self.draw()
         x, y = (t[index] for t in self.data.tensors)
         with self.task.autocast():
             loss = self.loss(x, y)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return self.size
+        return len(index)
 
     def was_usual(self) -> bool:
         return True
+
+
+class Drawn(Plain):
+    """The same with as many samples as a private run draws, by one graph for any number: what other sizes cost anyone."""
+
+    dynamic = True
+
+    def draw(self) -> Tensor:
+        n = max(2, int(torch.poisson(torch.tensor(float(self.size)))))
+        return torch.randint(len(self.data), (n,), device=self.data.tensors[0].device)
 
 
 class Private:

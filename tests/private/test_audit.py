@@ -49,8 +49,8 @@ def scale_noise(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """Runs from now on add noise of another size than they say."""
     noisy = stepping.noisy_gradients
 
-    def scaled(parameters, sums, unit, deviation, divisor, source):
-        return noisy(parameters, sums, unit, deviation * factor, divisor, source)
+    def scaled(parameters, sums, unit, deviation, divisor, source, own):
+        return noisy(parameters, sums, unit, deviation * factor, divisor, source, own)
 
     monkeypatch.setattr(stepping, "noisy_gradients", scaled)
 
@@ -220,7 +220,7 @@ def test_noise_that_one_parameter_does_not_get_is_caught(monkeypatch):
     """Canaries live in every parameter; 915 of 2,175 numbers here have no noise."""
     noisy = stepping.noisy_gradients
 
-    def without(parameters, sums, unit, deviation, divisor, source):
+    def without(parameters, sums, unit, deviation, divisor, source, own):
         found = {}
         for name, p in parameters.items():
             found |= noisy({name: p}, sums, unit, 0.0 if name.startswith("3.") else deviation, divisor, source)

@@ -243,6 +243,25 @@ def test_parameters_together_are_what_the_kernel_says():
 
 
 @pytest.mark.usefixtures("together")
+@pytest.mark.parametrize(
+    ("names", "over"),
+    [(["a"], True), (["half", "a"], True), (["a", "turned"], False), (["a", "unused"], False)],
+    ids=str,
+)
+def test_sums_that_are_nobody_elses_are_written_over(names, over):
+    """Where each has its numbers in order, and none is missing; the numbers are the same either way."""
+    parameters = {name: p for name, p in several().items() if name in names}
+    sums = {name: value for name, value in sums_of(several()).items() if name in names}
+    want = noisy_gradients(parameters, sums, *FACTORS, Fixed(fixed()))
+    copies = {name: value.clone(memory_format=torch.preserve_format) for name, value in sums.items()}
+    found = noisy_gradients(parameters, copies, *FACTORS, Fixed(fixed()), own=True)
+    assert all(torch.equal(found[name], want[name]) for name in names)
+    assert all(value.is_contiguous() for value in found.values())
+    assert (found["a"] is copies["a"]) == over
+    assert all(torch.equal(copies[name], sums[name]) != over for name in sums)
+
+
+@pytest.mark.usefixtures("together")
 @pytest.mark.parametrize("names", [["a", "b"], ["a", "turned"], ["turned"], ["half"], ["unused", "empty"]], ids=str)
 def test_gradients_lie_in_order_however_the_parameters_do(names):
     parameters = {name: p for name, p in several().items() if name in names}

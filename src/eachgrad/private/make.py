@@ -63,8 +63,8 @@ def make_private(
     steps spend `target_epsilon` at `target_delta`. Two data sets are neighbours if one has one sample more.
 
     `max_physical_batch` bounds what is computed at a time. `nonfinite` samples are left out ("zero") or an error ("raise").
-    `compile` is for `eachgrad.compile`; None compiles on CUDA. `graphs="any"`, as on a CPU, compiles one graph for as many
-    samples as a step draws; a number, 2 on CUDA, one for each of so many sizes, which pieces of a batch are filled up to.
+    `compile` is for `eachgrad.compile`; None compiles on CUDA. `graphs="any"`, the default, compiles one graph for as many
+    samples as a step draws; a number one for each of so many sizes, which pieces of a batch are filled up to.
     `generator` makes a run repeatable, for tests, and not private. `secure` draws from a cryptographic generator. With
     `checkpoint` every step is noted in a journal beside that file before it is taken; `resume` goes on from the file if it is
     there. `history` is what the same data has been used for before: the `history` of another run. `scheduler` is saved and
@@ -91,7 +91,7 @@ def make_private(
     rule = rule_for(clipping, max_grad_norm, parameters, aliases_of(model))
     on_cuda = all(p.is_cuda for p in parameters.values())
     by_graph = on_cuda if compile is None else compile
-    graphs = (graphs or (2 if on_cuda else "any")) if by_graph else 0
+    graphs = (graphs or "any") if by_graph else 0
     divided = pieces(max_physical_batch, n, batch_size, graphs, sampling == "poisson")
     noise, drawing = _sources(generator, secure)
     before = _before(model, history)

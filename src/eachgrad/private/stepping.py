@@ -92,6 +92,5 @@ def noisy(run: Run, step: Open) -> dict[str, Tensor]:
     """The gradient of each parameter, with its noise, from what is gathered."""
     rule, settings = run.rule, run.settings
     deviation = rule.sum_noise(settings.noise_multiplier) * rule.sensitivity
-    return noisy_gradients(
-        run.parameters, step.gathered.sums, rule.unit, deviation, settings.batch_size, run.source
-    )  # fmt: skip
+    sums, own = step.gathered.sums, step.gathered.own
+    return noisy_gradients(run.parameters, sums, rule.unit, deviation, settings.batch_size, run.source, own)
