@@ -23,6 +23,14 @@ def double():
 
 
 @pytest.fixture
+def fresh_compiler():
+    """No graph of another test, before and after."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def visits(monkeypatch) -> list[bool]:
     """Whether each backward so far that was streamed freed what it passed."""
     found: list[bool] = []

@@ -17,17 +17,10 @@ from eachgrad.kernels.signals import Slot
 from oracle import assert_same
 
 pytestmark = [
-    pytest.mark.usefixtures("double"),
+    pytest.mark.usefixtures("double", "fresh_compiler"),
     pytest.mark.filterwarnings("ignore:.*is_fx_tracing will return true:UserWarning"),
 ]
 B, T, d = 4, 5, 6
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Decoder(nn.Module):

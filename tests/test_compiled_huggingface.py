@@ -16,20 +16,16 @@ import families
 from families import built, library
 from oracle import assert_same, loop, rows
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_fx_tracing will return true:UserWarning")
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:.*is_fx_tracing will return true:UserWarning"),
+]
 B, T = 4, 5
 EXACT = 1e-10
 # The step is one layer's: a second one adds nothing but seconds to compile.
 ONE = families.TEXT | {"num_hidden_layers": 1}
 LLAMA = ONE | {"num_key_value_heads": 1}  # one pair of keys and values for both heads
 DROPOUTS = ("attn_pdrop", "resid_pdrop", "embd_pdrop")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 # Batches: other ones for each call, of one shape

@@ -17,18 +17,11 @@ from eachgrad.queries import Answer
 from oracle import assert_same, loop
 
 pytestmark = [
-    pytest.mark.usefixtures("double"),
+    pytest.mark.usefixtures("double", "fresh_compiler"),
     pytest.mark.filterwarnings("ignore:.*is_fx_tracing will return true:UserWarning"),
 ]
 d, T = 6, 9
 DRAWN = (9, 9, 9, 13, 12, 3, 9, 27, 1, 8, 10, 13)  # T among them; the 1st, 2nd, 4th and 8th are measured
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Tied(nn.Module):
