@@ -19,6 +19,7 @@ from cases import CASES, B, Case, batch, d, ids, net, reals, weight
 from eachgrad import CaptureError, cover, solve, tape, uses
 from eachgrad import layout as lay
 from eachgrad.blocks import Block, Dense, Fold, Geometry, Outer, Patches, Rows, Sum
+from eachgrad.blocks.base import Rough
 from eachgrad.grads import Gradient, PerSampleGrads
 from eachgrad.rules import COMPOSITES, RULES, looped
 from eachgrad.rules.linear import Unanswered
@@ -88,6 +89,7 @@ EXACT = [case for case in (*CASES, *EXTRA) if case.tolerance < 1e-6]
 QUERY_METHODS = ["dense", "fold", "take", "weighted_sum", "measured", "dots"]
 BLOCKS = [Dense, Outer, Patches, Rows, Sum]
 METHODS = [(cls, name) for cls in BLOCKS for name in QUERY_METHODS] + [
+    (Outer, "roughly"), (Patches, "roughly"),
     (Outer, "_gram"), (Outer, "concatenate"), (Rows, "concatenate"), (Fold, "join"), (Geometry, "unfold"),
 ]  # fmt: skip
 
@@ -124,7 +126,7 @@ def off(value: Any) -> Any:
         return {name: off(v) for name, v in value.items()}
     if isinstance(value, Sum):
         return Sum(tuple(map(off, value.parts)))
-    field = {Dense: "value", Outer: "left", Rows: "value", Patches: "g"}.get(type(value))
+    field = {Dense: "value", Outer: "left", Rows: "value", Patches: "g", Rough: "total"}.get(type(value))
     return value if field is None else dataclasses.replace(value, **{field: off(getattr(value, field))})
 
 

@@ -26,14 +26,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
 from eachgrad import foreign, recording, refusals
+from eachgrad.exposed import EXPOSING, tell
 from eachgrad.functions import EXPANDING, PASSIVE, TEMPLATED, Place, call_site, can_be_opened, op_name, opened, plainer
-from eachgrad.graph import Carried, Node, depends, tensors_of
+from eachgrad.graph import Carried, Node, depends
 from eachgrad.rules import BROADCAST, COMPOSITES, RULES
 from eachgrad.rules.broadcast import IN_PLACE
 from eachgrad.rules.registry import NoRule, as_called
-from eachgrad.signature import Signature
+from eachgrad.signature import Signature, looked_at
 from eachgrad.tensors import Tensors, names_of
 from eachgrad.use import Use
+
+_transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+_Packet = torch._ops.OpOverloadPacket
+# What a function may be in beside the tables of rules, which users add to: most are in none, and are asked for once.
+_SPECIAL = {*PASSIVE, *TEMPLATED, *recording.OWN, *refusals.CHECKED, *EXPOSING}
 
 
 class Recorder(TorchFunctionMode):
@@ -81,47 +87,48 @@ class Recorder(TorchFunctionMode):
             if func in refusals.CHECKED:
                 refusals.CHECKED[func](self, func, args, kwargs)
             return func(*args, **kwargs)
-        if func in PASSIVE:
+        special = func in _SPECIAL
+        if special and func in PASSIVE:
             if func is torch.Tensor.register_hook:  # it may change gradients: a forward with it is another one
                 self.signature.note(func, getattr(args[-1], "__code__", type(args[-1])))
             return func(*args, **kwargs)
-        own = next((t for t in types if not issubclass(t, Tensor)), None) if types else None
-        if own is not None:  # something that stands for a tensor (quantised weights): what it makes of the op is seen
-            with self:
-                return own.__torch_function__(func, types, args, kwargs)
-        if isinstance(func, torch._ops.OpOverloadPacket):
+        if special and func in EXPOSING:
+            tell(args[0])
+        for own in types:
+            # Something that stands for a tensor (quantised weights): what it makes of the op is seen.
+            if not issubclass(own, Tensor):
+                with self:
+                    return own.__torch_function__(func, types, args, kwargs)
+        if isinstance(func, _Packet):
             func = as_called(func)
-        if func in TEMPLATED:
+        elif special and func in TEMPLATED:
             func, args = plainer(func, args)
         if func is torch.autograd.backward and self.on_recompute is not None:  # a reentrant checkpoint's own
             with self:
                 return opened(func)(*args, **kwargs)
-        found = tensors_of(args, kwargs)
+        found, call = looked_at(args, kwargs)
         if not found:
             return func(*args, **kwargs)
+        tensors = self.tensors
         if not torch.is_grad_enabled():
-            strong = any(self.tensors.is_strong(t) for t in found)
+            strong = any(tensors.is_strong(t) for t in found)
             if strong:
-                self._sign(func, args, kwargs, found)
+                self.signature.add(func, args, kwargs, found, tuple(map(tensors.number, found)), call)
             return self._passed(func, args, kwargs, found, strong)
-        if foreign.is_inside_transform():
+        if _transform() is not None:  # `foreign.is_inside_transform` written out
             self.signature.value = None
             return foreign.record_inside(self, func, args, kwargs, found)
-        carriers, strong = self.tensors.told_apart(found, self.on_recompute is not None)
+        carriers, strong, numbers = tensors.told_apart(found, self.on_recompute is not None)
         if strong or carriers:
-            self._sign(func, args, kwargs, found)
-        if func in recording.OWN:
+            self.signature.add(func, args, kwargs, found, numbers, call)
+        if special and func in recording.OWN:
             return recording.OWN[func](self, args, bool(carriers))
-        if func in refusals.CHECKED:
+        if special and func in refusals.CHECKED:
             refusals.CHECKED[func](self, func, args, kwargs)
         if not carriers and strong:
             return self._passed(func, args, kwargs, found, strong)
-        with self.tensors.watched():
+        with tensors.watched():
             return self._carried(func, args, kwargs, found, carriers, strong)
-
-    def _sign(self, func: Callable, args: tuple, kwargs: dict, found: list[Tensor]) -> None:
-        if self.signature.value is not None:
-            self.signature.add(func, args, kwargs, found, tuple(map(self.tensors.number, found)))
 
     def _carried(
         self, func: Callable, args: tuple, kwargs: dict, found: list[Tensor], carriers: list[tuple[Tensor, str]],
@@ -179,7 +186,9 @@ class Recorder(TorchFunctionMode):
         self, func: Callable, args: tuple, kwargs: dict, found: list[Tensor], sources: list[Tensor], strong: bool
     ) -> Any:
         """The op's result with its uses recorded, or NotImplemented where nothing is known about it."""
-        refusals.check_nested(self, func, found, sources)
+        for t in found:
+            if t.is_nested:
+                refusals.check_nested(self, func, found, sources)
         changed = args[0] if func in IN_PLACE or func is torch.Tensor.masked_fill_ else None
         if not strong and any(changed is t for t in sources):
             return NotImplemented  # a carrier that is changed in place by constants, most likely

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from eachgrad import plan
 from eachgrad.blocks import Block
-from eachgrad.blocks.arithmetic import accumulation_dtype, on_gpu, real_dtype
-from eachgrad.blocks.base import Shared, place_of
+from eachgrad.blocks.arithmetic import accumulation_dtype, cast, on_gpu, real_dtype
+from eachgrad.blocks.base import Measured, Rough, Shared, place_of, settled
 from eachgrad.functions import precise
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Gradient:
     batch_size: int
     guards: tuple[Use, ...] = field(default=(), repr=False)  # what must not have changed since
     attached: bool = field(default=False, repr=False)  # whether answers are to be differentiated
-    _memo: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def shape(self) -> torch.Size:
@@ -42,18 +42,39 @@ class Gradient:
         block = self.checked()
         if block is None:
             return self.parameter.detach().new_zeros(self.shape)
-        return block.dense().to(self.parameter.dtype)
+        return cast(block.dense(), self.parameter.dtype)
 
     @precise
     def squared_norms(self, shared: Shared | None = None) -> Tensor:
         """(B,), in float32 or better; computed once. `shared` is what other parameters' norms have found before."""
         block = self.checked()
         if not self.has_norms:
-            squares, spread = (self.zeros(self.batch_size), None) if block is None else block.measured(shared)
-            self._memo["squares"] = self._real(squares)
-            if spread is not None:
-                self._memo["spread"] = self._real(spread)
+            rough = self._memo.get("rough")
+            if rough is not None:
+                self._note(rough.settled())
+            else:
+                self._note((self.zeros(self.batch_size), None) if block is None else block.measured(shared))
         return self._memo["squares"]
+
+    @precise
+    def look(self, shared: Shared | None = None) -> None:
+        """Find what `squared_norms` is put together from; `settle` does so for many at once."""
+        block = self.checked()
+        if block is None or self.attached or self.has_norms:
+            self.squared_norms(shared)
+            return
+        found = block.roughly(shared)
+        if isinstance(found, Rough):
+            self._memo["rough"] = found
+        else:
+            self._note(found)
+
+    def _note(self, measured: Measured) -> None:
+        squares, spread = measured
+        self._memo["squares"] = self._real(squares)
+        if spread is not None:
+            self._memo["spread"] = self._real(spread)
+        self._memo.pop("rough", None)
 
     @property
     def spread(self) -> Tensor | None:
@@ -71,13 +92,13 @@ class Gradient:
             raise ValueError(
                 f"one weight per sample is ({self.batch_size},) or (K, {self.batch_size}), not {tuple(c.shape)}"
             )
-        block, c = self.checked(), c.to(self.parameter.device)
+        block, c = self.checked(), c if c.device == self.parameter.device else c.to(self.parameter.device)
         dtype = accumulation_dtype(self.parameter.dtype) if wide else self.parameter.dtype
         # No samples, or no sums, are no case for the blocks.
         if block is None or not c.numel():
             return self.parameter.detach().new_zeros((*c.shape[:-1], *self.parameter.shape), dtype=dtype)
         value = block.weighted_sum(c) if c.ndim == 1 else block.weighted_sums(c)
-        return value.to(dtype)
+        return cast(value, dtype)
 
     @precise
     def dot(self, direction: Tensor, positions: bool = False) -> Tensor:
@@ -139,7 +160,7 @@ class Gradient:
         like = {"dtype": real_dtype(self.parameter.dtype), "device": self.parameter.device}
         c = torch.ones(self.batch_size, **like) / self.batch_size
         block = self.checked()
-        return self.weighted_sum(c) if block is None or not len(c) else block.mean(c).to(self.parameter.dtype)
+        return self.weighted_sum(c) if block is None or not len(c) else cast(block.mean(c), self.parameter.dtype)
 
     def sum_of_squares(self, center: Tensor | None = None) -> Tensor:
         """sum_i |g[i] - center|^2, element by element, (*shape), in float32 or better."""
@@ -187,7 +208,7 @@ class Gradient:
         return self.block
 
     def _real(self, value: Tensor) -> Tensor:
-        return value.to(real_dtype(self.parameter.dtype))
+        return cast(value, real_dtype(self.parameter.dtype))
 
     def zeros(self, *shape: int) -> Tensor:
         """Zeros in the dtype of the norms, on the parameter's device."""
@@ -196,6 +217,13 @@ class Gradient:
     def __repr__(self) -> str:
         kind = "unused" if self.block is None else type(self.block).__name__
         return f"Gradient({self.name!r}, {tuple(self.shape)}, {kind})"
+
+
+def settle(gradients: Iterable[Gradient]) -> None:
+    """Bring the norms to an end of those that were looked at."""
+    rough = [gradient for gradient in gradients if "rough" in gradient._memo]
+    for gradient, found in zip(rough, settled([gradient._memo["rough"] for gradient in rough]), strict=True):
+        gradient._note(found)
 
 
 def root(squares: Tensor) -> Tensor:
@@ -221,4 +249,8 @@ def costs_of(gradients: Mapping[str, Gradient]) -> dict[str, plan.Cost]:
 def total(parts: Sequence[Tensor]) -> Tensor:
     """The sum of one tensor per parameter, on the first one's device, in the widest dtype."""
     dtype = max((part.dtype for part in parts), key=lambda d: torch.finfo(d).bits)
-    return torch.stack([part.to(device=parts[0].device, dtype=dtype) for part in parts]).sum(0)
+    device = parts[0].device
+    if len(parts) == 2 and parts[0].dtype == parts[1].dtype and parts[1].device == device:
+        return parts[0] + parts[1]
+    fits = [part if part.dtype == dtype and part.device == device else part.to(device, dtype) for part in parts]
+    return torch.stack(fits).sum(0)

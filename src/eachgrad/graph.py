@@ -34,6 +34,7 @@ def tensors_of(args: tuple, kwargs: dict) -> list[Tensor]:
 
 
 _PLAIN = {int, float, bool, str, type(None)}
+_SINGLE = {*_PLAIN, Tensor, nn.Parameter}
 
 
 def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
@@ -66,8 +67,8 @@ def mapped(f: Callable[[Tensor], Any], value: Any) -> Any:
 def replace(value: Any, new: dict[int, Tensor]) -> Any:
     """The value with each tensor of `new`, by id, in place of another."""
     kind = type(value)
-    if kind is tuple or kind is list:  # `mapped` written out, with a look at what is plainly no tensor
-        return kind([item if type(item) in _PLAIN else replace(item, new) for item in value])
+    if kind is tuple or kind is list:  # `mapped` written out, with a look at what holds no tensor but itself
+        return kind([new.get(id(item), item) if type(item) in _SINGLE else replace(item, new) for item in value])
     if isinstance(value, Tensor):
         return new.get(id(value), value)
     return mapped(lambda t: new.get(id(t), t), value)
@@ -91,6 +92,14 @@ def graph_nodes(roots: list[Node]) -> Iterator[Node]:
 def edges_below(t: Tensor) -> set[tuple[Node, int]]:
     """Every (node, output) that `t` was computed from."""
     return {edge for node in graph_nodes([t.grad_fn]) for edge in node.next_functions}
+
+
+def edge_at(t: Tensor) -> GradientEdge:
+    """torch's `get_gradient_edge`, for half the price where a node of C++ has made `t`."""
+    node = t.grad_fn
+    if node is None or isinstance(node, torch._C._FunctionBase):  # a node of Python needs a token of C++ to live on
+        return get_gradient_edge(t)
+    return GradientEdge(node, t.output_nr)
 
 
 def edge_of(t: Tensor) -> tuple[Node, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ class Passes:
         before, again, handles = self.recorder.uses[: self.recorded], [], []
 
         def watch(n: int, use: Use) -> None:
-            handles.append(use.tap.watch(lambda g: hand_over(n, g)))
+            handles.append(use.tap.watch(partial(hand_over, n)))
 
         def hand_over(n: int, g: Tensor) -> None:
             with self.recorder.away():  # the library itself is at work, which nobody records

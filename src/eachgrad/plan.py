@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import torch
 
@@ -54,12 +54,12 @@ class Cost:
     weight: int  # FLOPs of the weight's gradient in a plain backward
     parts: tuple[Cost, ...] = ()  # of a sum of several uses
 
-    @property
+    @cached_property
     def is_small(self) -> bool:
         """Whether the gradients take no more room than what they are made of."""
         return self.dense <= self.factors
 
-    @property
+    @cached_property
     def kept(self) -> int:
         """Bytes of the gradients formed once, to be asked several times: those of the small parts of a sum."""
         if all(part.is_small for part in self.parts):

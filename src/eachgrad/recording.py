@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _is_any_autocast_enabled
 from torch.nn import functional as F
 
+from eachgrad.functions import call_site
 from eachgrad.graph import own_history, replace, same, tensors_of
 from eachgrad.rules import BROADCAST, COMPOSITES, RULES
 from eachgrad.rules.broadcast import IN_PLACE
@@ -45,11 +47,12 @@ def record(
     recorder: Recorder, func: Callable, args: tuple, kwargs: dict, sources: list[Tensor], strong: bool
 ) -> Tensor:
     recorder.rerun = recorder.rerun or recorder.replaying
-    originals = {id(t): t for t in sources}
-    seen, aliases, stable = {}, [], {}
+    originals = dict(zip(map(id, sources), sources, strict=True))
+    seen, aliases, stable, others = {}, [], {}, []
+    detached, parameters = strong and not recorder.attach, recorder.tensors.parameters
     for key, t in originals.items():
-        is_parameter = key in recorder.tensors.parameters
-        if strong and not recorder.attach and recorder.tensors.carrier(t) == "pure":
+        is_parameter = key in parameters
+        if detached and recorder.tensors.carrier(t) == "pure":
             seen[key] = t.detach()
         else:
             # A view is fine for a leaf, which no op may change, and lets sparse gradients through.
@@ -58,14 +61,16 @@ def record(
         # A derived tensor may be changed in place later: keep it as it is derived now.
         if not is_parameter:
             stable[key] = same(t)
-    call_args, call_kwargs = replace(args, seen), replace(kwargs, seen) if kwargs else kwargs
-    out = (RULES[func].run or func)(*call_args, **call_kwargs)
+        if not is_parameter or type(t) is not nn.Parameter:  # `_use` may not take it for one
+            others.append(t)
+    out = (RULES[func].run or func)(*replace(args, seen), **(replace(kwargs, seen) if kwargs else kwargs))
     if not out.requires_grad:
         out = Begin.apply(torch.zeros((), requires_grad=True), out)
     if stable:
         args, kwargs = replace((args, kwargs), stable)
     use = _use(recorder, func, args, kwargs, [stable.get(key, t) for key, t in originals.items()], out, strong, aliases)
-    use.source_versions += tuple([version_of(t) for t in originals.values()])
+    if others:
+        use.source_versions += tuple([version_of(t) for t in others])
     recorder.add(use)
     return own_history(out)
 
@@ -74,12 +79,14 @@ def _use(
     recorder: Recorder, func: Callable, args: tuple, kwargs: dict, sources: list[Tensor], tap: Tensor, strong: bool,
     aliases: list[Tensor],
 ) -> Use:  # fmt: skip
-    own = {id(t) for t in sources}
+    own = set(map(id, sources))
     if func is F.instance_norm and RULES[func].bind(args, kwargs)["use_input_stats"]:
         own |= {id(t) for t in args[1:3]}  # running statistics, which are updated and not read
     versions, source_versions, samples = [], [], []
     for t in tensors_of(args, kwargs):
-        is_parameter, key = isinstance(t, nn.Parameter), id(t)
+        kind, key = type(t), id(t)
+        # Of a plain tensor it takes long to hear that it is no parameter.
+        is_parameter = kind is nn.Parameter or (kind is not Tensor and isinstance(t, nn.Parameter))
         if is_parameter:
             source_versions.append(version_of(t))
         if key in own:
@@ -88,23 +95,12 @@ def _use(
             versions.append(version_of(t))
         if not strong or recorder.tensors.is_strong(t):
             samples.append(key)
+    # By position, for half the price: see the fields of `Use`.
     return Use(
-        op=func,
-        rule=RULES[func],
-        args=args,
-        kwargs=kwargs,
-        sources=tuple(sources),
-        tap=Tap.at(tap, recorder.passed_by),
-        strong=strong,
-        where=recorder.place(),
-        ops_since=recorder.ops_so_far,
-        aliases=tuple(aliases),
-        samples=frozenset(samples),
-        versions=tuple(versions),
-        source_versions=tuple(source_versions),
-        autocast=autocast_of(tap.device.type),
-        parameters=recorder.naming(sources),
-    )
+        func, RULES[func], args, kwargs, tuple(sources), Tap.at(tap, recorder.passed_by), strong, call_site(recorder.root, 4),
+        recorder.ops_so_far, tuple(aliases), frozenset(samples), tuple(versions), tuple(source_versions),
+        autocast_of(tap.device.type) if _is_any_autocast_enabled() else None, None, recorder.naming(sources),
+    )  # fmt: skip
 
 
 def _bare(recorder: Recorder, weight: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.parameter import is_lazy
 
-from eachgrad.graph import Node, tensors_in
+from eachgrad.graph import Node, tensors_in, tensors_of
 
 # Ops that move rows to where a tensor says; with such a tensor a forward has no signature.
 _INDEXED = set(
@@ -23,6 +23,7 @@ _INDEXED = set(
     """.split()
 )
 _PLAIN = {int, float, bool, str, type(None)}
+_OPTIONS = {bool, str, type(None), complex, torch.dtype, torch.device}
 _LOOK_UPS = {"embedding", "embedding_bag"}
 # Ops that bring samples together along a dimension, as they do not in a model whose samples have gradients of their
 # own: with a factor that happens to be zero nothing shows, until it is not.
@@ -59,18 +60,27 @@ class Signature:
         if self.value is not None:
             self.value = hash((self.value, *what))
 
-    def add(self, func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor], numbers: tuple[int, ...]) -> None:
-        """An op more; `numbers` says which tensors of the batch it is given: Python may put rows in any order."""
+    def add(
+        self, func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor], numbers: tuple[int, ...],
+        call: tuple[Hashable, Hashable] | None = None,
+    ) -> None:  # fmt: skip
+        """An op more; `numbers` says which tensors of the batch it is given: Python may put rows in any order.
+
+        `tensors` and `call` are what `looked_at` has found.
+        """
         if self.value is None:
             return
-        name = _plain_name(func)
-        if _has_tensor_slices(args) or (name in _CAREFUL and self._depends_on_data(func, name, args, tensors)):
+        name = _careful_name(func)
+        if (call is None and _has_tensor_slices(args)) or (name and self._depends_on_data(func, name, args, tensors)):
             self.value = None
             return
-        self.value = hash((self.value, func, _describe(args), _describe(kwargs) if kwargs else (), numbers))
+        given, options = call or (_describe(args), _describe(kwargs) if kwargs else ())
+        self.value = hash((self.value, func, given, options, numbers))
 
     def _depends_on_data(self, func: Callable, name: str, args: tuple, tensors: list[Tensor]) -> bool:
         """Whether values may decide where the op puts the samples."""
+        if name in _WEIGHTED:  # most of those that are asked about
+            return not self._trusting and self._adds_rows(func, name, args, tensors)
         indexed = name in _INDEXED and any(not t.is_floating_point() and not t.is_complex() for t in tensors)
         if name in _LOOK_UPS:  # of a parameter's rows it moves none of the batch
             indexed = not any(isinstance(t, nn.Parameter) for t in tensors)
@@ -105,10 +115,44 @@ class Signature:
 
 
 @lru_cache(maxsize=4096)  # a name is a function's own, and does not change
-def _plain_name(func: Callable) -> str:
-    """The name of an op without its overload, and without the underscore of what works in place."""
+def _careful_name(func: Callable) -> str:
+    """The name of an op without its overload, and without the underscore of what works in place; "" for most."""
     name = getattr(func, "__name__", "").partition(".")[0]
-    return name if name.endswith("__") else name.rstrip("_")
+    name = name if name.endswith("__") else name.rstrip("_")
+    return name if name in _CAREFUL else ""
+
+
+def looked_at(args: tuple, kwargs: dict) -> tuple[list[Tensor], tuple[Hashable, Hashable] | None]:
+    """The tensors among the arguments of a call, and the arguments as `_describe` has them, in one pass for every op.
+
+    None instead of the latter where something else than tensors and plain values is given: a slice, a type of the user's.
+    """
+    found: list[Tensor] = []
+    given: list[Hashable] = []
+    options: list[Hashable] = []
+    if _look(args, found, given) and (not kwargs or _look(kwargs.values(), found, options)):
+        return found, (tuple(given), tuple(zip(kwargs, options, strict=True)) if kwargs else ())
+    return tensors_of(args, kwargs), None
+
+
+def _look(values: Iterable[Any], found: list[Tensor], described: list[Hashable]) -> bool:
+    for value in values:
+        kind = type(value)
+        if kind is Tensor or kind is nn.Parameter:
+            found.append(value)
+            described.append((value.shape, value.dtype))
+        elif kind is int or kind is float:
+            described.append(("minus", -value) if value == -1 or value == -2 else value)
+        elif kind in _OPTIONS:
+            described.append(value)
+        elif kind is tuple or kind is list or kind is torch.Size:
+            inner: list[Hashable] = []
+            if not _look(value, found, inner):
+                return False
+            described.append(tuple(inner))
+        else:
+            return False
+    return True
 
 
 def _has_tensor_slices(args: tuple) -> bool:

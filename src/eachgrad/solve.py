@@ -84,24 +84,33 @@ def blocks_of(recorder: Recorder, accepted: Accepted, B: int) -> dict[str, Block
     """A block for each parameter that the accepted uses reach."""
     parts: dict[str, list[Block]] = {}
     for item, wanted in accepted:
-        if not wanted:
-            continue
-        assert item.layout is not None
-        piece = item.use.piece
-        if piece is not None and piece.recorded and not recorder.create_graph:
-            with recorder.replay():  # it may lie in a checkpoint
-                found = use_blocks.blocks(item.use, item.g, item.layout, B)
-        else:
-            found = use_blocks.blocks(item.use, item.g, item.layout, B, recorder.create_graph)
-        for source, block in zip(item.use.sources, found, strict=True):
-            if id(source) not in wanted:
-                continue
-            if id(source) in recorder.tensors.parameters:
-                parts.setdefault(recorder.tensors.parameters[id(source)], []).append(block)
-                continue
-            for name, piece in pulled_back(recorder, item.use, source, block.dense()).items():
-                parts.setdefault(name, []).append(Dense(piece))
+        if wanted:
+            assert item.layout is not None
+            for name, block in parts_of(recorder, item.use, item.g, item.layout, wanted, B):
+                parts.setdefault(name, []).append(block)
     return {name: add(pieces) for name, pieces in parts.items()}
+
+
+def parts_of(
+    recorder: Recorder, use: Use, g: Tensor, layout: lay.Layout, wanted: set[int], B: int
+) -> list[tuple[str, Block]]:
+    """What one use adds to the gradients of the parameters behind these sources, by their ids."""
+    if use.piece is not None and use.piece.recorded and not recorder.create_graph:
+        with recorder.replay():  # it may lie in a checkpoint
+            found = use_blocks.blocks(use, g, layout, B)
+    else:
+        found = use_blocks.blocks(use, g, layout, B, recorder.create_graph)
+    parts: list[tuple[str, Block]] = []
+    for source, block in zip(use.sources, found, strict=True):
+        if id(source) not in wanted:
+            continue
+        name = recorder.tensors.parameters.get(id(source))
+        if name is not None:
+            parts.append((name, block))
+        else:
+            pulled = pulled_back(recorder, use, source, block.dense())
+            parts.extend((name, Dense(piece)) for name, piece in pulled.items())
+    return parts
 
 
 def pulled_back(recorder: Recorder, use: Use, source: Tensor | Carried, value: Tensor) -> dict[str, Tensor]:

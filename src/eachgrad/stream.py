@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from eachgrad.blocks import Block, add
-from eachgrad.cover import Solved
 from eachgrad.gradient import Gradient
 from eachgrad.passes import Passes, grads_untouched
 from eachgrad.recall import Counted
-from eachgrad.solve import blocks_of
+from eachgrad.solve import parts_of
 
 
 def visit(
@@ -31,9 +30,9 @@ def visit(
     `names`: of these parameters alone. `last`: the graph, and the arguments of each use, are freed on the way.
     """
     recorder, B = passes.recorder, len(losses)
-    reached = [set() if some is None else _parameters_of(passes, n, some[1]) for n, some in enumerate(counted)]
-    wanted = set(parameters) if names is None else names
-    asked = [some & wanted for some in reached]
+    reached = [[] if some is None else _parameters_of(passes, n, some[1]) for n, some in enumerate(counted)]
+    wanted = parameters.keys() if names is None else names
+    asked = [[name for name in some if name in wanted] for some in reached]
     waiting = Counter(name for some in asked for name in some)
     parts: dict[str, list[Block]] = {}
 
@@ -45,10 +44,10 @@ def visit(
         use, some = recorder.uses[n], counted[n]
         if some is None or not asked[n]:
             return
-        found = blocks_of(recorder, [(Solved(use, g, some[0]), some[1])], B) if g.numel() else {}
+        found = parts_of(recorder, use, g, *some, B) if g.numel() else []
         if last:
             use.release()
-        for name, block in found.items():
+        for name, block in found:
             if name in wanted:
                 parts.setdefault(name, []).append(block)
         for name in asked[n]:
@@ -65,6 +64,7 @@ def visit(
             complete(name)
 
 
-def _parameters_of(passes: Passes, n: int, sources: set[int]) -> set[str]:
-    tensors = passes.recorder.tensors
-    return {name for s in passes.recorder.uses[n].sources if id(s) in sources for name in tensors.names_of(s)}
+def _parameters_of(passes: Passes, n: int, sources: set[int]) -> list[str]:
+    """Each once, and in the order of the sources: sums over parameters, and their rounding, are the same in every run."""
+    tensors, use = passes.recorder.tensors, passes.recorder.uses[n]
+    return list(dict.fromkeys(name for s in use.sources if id(s) in sources for name in tensors.names_of(s)))

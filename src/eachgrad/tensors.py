@@ -45,7 +45,7 @@ class Tensors:
         self._seen: list[tuple[int, int]] = []  # sequence numbers of the nodes that ops on carriers have made
 
     def mark_strong(self, value: Any) -> None:
-        for t in tensors_in(value):
+        for t in (value,) if type(value) is Tensor else tensors_in(value):
             self._count += 1
             self._strong[id(t)] = (ref(t), self._count)
 
@@ -78,8 +78,8 @@ class Tensors:
             out, tag = args[0], moves.assigned(args, tagged)
         else:
             tag = mixing.follow(func, args, kwargs, out, tagged)
-            if isinstance(tag, int) and isinstance(out, Tensor):
-                self._tags[id(out)] = (ref(out), tag)
+            if isinstance(out, Tensor) and not (tag is None or isinstance(tag, list)):
+                self._tags[id(out)] = (ref(out), self._placed(tag, func))
                 return
         for t, each in zip(out, tag, strict=True) if isinstance(tag, list) else [(t, tag) for t in tensors_in(out)]:
             # What ran inside a function that is not known itself was followed there.
@@ -96,26 +96,30 @@ class Tensors:
         found = self._strong.get(id(t))
         return found is not None and found[0]() is t
 
-    def told_apart(self, given: Sequence[Tensor], anew: bool) -> tuple[list[tuple[Tensor, str]], bool]:
-        """The carriers among an op's arguments, each with its kind, and whether one of the others is of the batch.
+    def told_apart(self, given: Sequence[Tensor], anew: bool) -> tuple[list[tuple[Tensor, str]], bool, tuple[int, ...]]:
+        """The carriers among an op's arguments, each with its kind, whether one of the others is of the batch, and the
+        number of each argument.
 
         `anew`: a checkpoint runs its forward again, where what asks for a gradient is of the batch.
         """
         carriers: list[tuple[Tensor, str]] = []
+        numbers: list[int] = []
         strong = False
         for t in given:
-            found = self._strong.get(id(t))
+            found, number = self._strong.get(id(t)), 0
             if found is not None and found[0]() is t:  # `is_strong` written out: this runs for every op
-                strong = True
+                strong, number = True, found[1]
                 if isinstance(t.grad_fn, BackwardCFunction):
                     self.meet(t)
             elif t.requires_grad:
-                kind = self.carrier(t)
+                kind = "pure" if id(t) in self.parameters else self.carrier(t)
                 if kind is not None:
                     carriers.append((t, kind))
-                elif anew or self.is_strong(t):  # which it may be now that its history has been looked at
-                    strong = True
-        return carriers, strong
+                else:
+                    number = self.number(t)  # it may be of the batch now that its history has been looked at
+                    strong = strong or anew or number > 0
+            numbers.append(number)
+        return carriers, strong, tuple(numbers)
 
     def number(self, t: Tensor) -> int:
         """Which tensor of the batch this is, in the order in which they came; 0 for any other."""
@@ -230,6 +234,8 @@ _SHAPES = ("Permute", "Transpose", "View", "UnsafeView", "Expand", "Unsqueeze", 
 
 class _Watch:
     """Written out, and no generator: it runs for every op on parameters."""
+
+    __slots__ = ("before", "begin", "tensors")
 
     def __init__(self, tensors: Tensors):
         self.tensors = tensors

@@ -8,17 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from eachgrad.errors import CaptureError
 from eachgrad.functions import Place, op_name
-from eachgrad.graph import Carried, Node
+from eachgrad.graph import Carried, Node, edge_at
 from eachgrad.pieces import Piece
 from eachgrad.rules import Rule
 
 
 class Post:
     """The one hook at a tap: `passed` hears of every backward that comes by, `arrived` of the gradient while it is set."""
+
+    __slots__ = ("arrived", "output", "passed")
 
     def __init__(self, output: int, passed: Callable[[], object]):
         self.output, self.passed = output, passed
@@ -34,7 +36,7 @@ class Post:
         self.arrived = None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)  # not frozen, which takes twice as long to make: each use has one
 class Tap:
     """Where the gradient of an op's output arrives; the output itself is not held."""
 
@@ -47,7 +49,7 @@ class Tap:
     @classmethod
     def at(cls, out: Tensor, passed: Callable[[], object] | None = None) -> Tap:
         """The tap of an op's output; `passed` is called by every backward that comes to it."""
-        edge, post = get_gradient_edge(out), None
+        edge, post = edge_at(out), None
         if passed is not None:
             post = Post(edge.output_nr, passed)
             edge.node.register_prehook(post)
@@ -139,8 +141,12 @@ class Use:
 
 
 def version_of(t: Tensor) -> tuple[Tensor, int]:
-    return t, 0 if t.is_inference() else t._version
+    try:
+        return t, t._version
+    except RuntimeError:  # a tensor of inference mode has none
+        return t, 0
 
 
 def autocast_of(device: str) -> tuple[str, torch.dtype] | None:
+    """What is set for a kind of device, if autocast is on for it."""
     return (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None

@@ -59,17 +59,21 @@ def _by_rule(use: Use, g: Tensor, layout: lay.Layout, B: int, create_graph: bool
     arguments = rule.bind(use.args, use.kwargs)
     names = _names_of_sources(use, arguments)
     if not create_graph:
-        arguments = {name: v.detach() if isinstance(v, Tensor) else _detached(v) for name, v in arguments.items()}
+        for name, value in arguments.items():
+            if isinstance(value, Tensor):
+                arguments[name] = value.detach()
+            elif isinstance(value, (tuple, list, dict)):
+                arguments[name] = mapped(Tensor.detach, value)
     if rule.takes_batch_dim:
         if isinstance(layout, lay.Scattered):
             raise NeedsLoop
-        answer = _call(rule, g, arguments, {"batch_dim": layout.dim}, create_graph)
+        answer = _call(rule, g, arguments | {"batch_dim": layout.dim}, create_graph)
         return _folded(_by_source(names, answer), layout.fold)
     front, fold = _to_the_front(rule, g, arguments, layout, B)
     if front is not None:
         arguments |= {n: front(arguments[n]) for n in rule.samples if isinstance(arguments.get(n), Tensor)}
         g = front(g)
-    return _folded(_by_source(names, _call(rule, g, arguments, {}, create_graph)), fold)
+    return _folded(_by_source(names, _call(rule, g, arguments, create_graph)), fold)
 
 
 def _by_dense_rule(use: Use, g: Tensor) -> list[Block | None]:
@@ -106,32 +110,20 @@ def _folded(found: list[Block | None], fold: Fold | None) -> list[Block | None]:
     return found if fold is None else [None if block is None else block.fold(fold) for block in found]
 
 
-def _call(rule: Rule, g: Tensor, arguments: Arguments, extra: dict[str, Any], create_graph: bool) -> dict[str, Block]:
-    """Call the rule's function, spreading what it declares as *args."""
-    positional, named = [], dict(extra)
-    for parameter in rule.parameters:
-        name = parameter.name
-        if name not in arguments:
-            continue
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            positional.extend(arguments[name])
-        elif parameter.kind is parameter.KEYWORD_ONLY:
-            named[name] = arguments[name]
-        else:
-            positional.append(arguments[name])
+def _call(rule: Rule, g: Tensor, arguments: Arguments, create_graph: bool) -> dict[str, Block]:
     if torch.is_grad_enabled() is create_graph:  # as in the hooks of a backward
-        return rule.function(g, *positional, **named)
+        return rule.answer(g, arguments)
     with torch.set_grad_enabled(create_graph):
-        return rule.function(g, *positional, **named)
+        return rule.answer(g, arguments)
 
 
 def _names_of_sources(use: Use, arguments: Arguments) -> list[list[str]]:
     """Under which argument names each source was given to the op."""
     names: dict[int, list[str]] = {id(source): [] for source in use.sources}
     for name, value in arguments.items():
-        if isinstance(value, Tensor):
-            if id(value) in names:
-                names[id(value)].append(name)
+        found = names.get(id(value))
+        if found is not None:
+            found.append(name)
         elif isinstance(value, (tuple, list)):
             for k, item in enumerate(value):
                 if id(item) in names:
@@ -212,7 +204,3 @@ _UPDATING = {F.instance_norm, F.batch_norm}  # ops that change running statistic
 
 def _plain(t: Tensor) -> Tensor:
     return t.to_dense() if t.is_sparse else t
-
-
-def _detached(value: Any) -> Any:
-    return mapped(Tensor.detach, value)

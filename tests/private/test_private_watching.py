@@ -302,11 +302,13 @@ class Writes(nn.Module):
         self.inner.register_buffer("kept", torch.zeros(WIDTH))
         self.inner.register_buffer("later", None)
         self.inner.mean = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+        self.inner.shift = nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x):
+        out = self.fc(x + self.inner.shift)
         with torch.no_grad():
             self.write(self.inner, x.mean(0))
-        return self.fc(x)
+        return out
 
 
 def frozen_of(value: torch.Tensor) -> nn.Parameter:
@@ -327,7 +329,32 @@ WRITTEN: dict[str, tuple[Callable[[nn.Module, torch.Tensor], object], str]] = {
     "frozen, in place": (lambda m, value: m.mean.copy_(value), "the frozen parameter 'inner.mean'"),
     "frozen, another": (lambda m, value: setattr(m, "mean", frozen_of(value)), "the frozen parameter 'inner.mean'"),
     "frozen, a new one": (lambda m, value: setattr(m, "new", frozen_of(value)), "the frozen parameter 'inner.new'"),
+    "trained, in place": (lambda m, value: m.shift.copy_(value), "the parameter 'inner.shift' itself"),
+    "trained, other memory": (lambda m, value: m.shift.set_(value.clone()), "the parameter 'inner.shift' itself"),
+    "its data, another": (lambda m, value: setattr(m.kept, "data", value), "the buffer 'inner.kept'"),
+    "frozen, its data": (lambda m, value: setattr(m.mean, "data", value), "the frozen parameter 'inner.mean'"),
+    "trained, its data": (lambda m, value: setattr(m.shift, "data", value), "the parameter 'inner.shift' itself"),
+    "data, in place": (lambda m, value: m.kept.data.copy_(value), "the buffer 'inner.kept'"),
+    "frozen, data in place": (lambda m, value: m.mean.data[1:].add_(value[1:]), "the frozen parameter 'inner.mean'"),
+    "trained, data in place": (lambda m, value: m.shift.data.data.add_(value), "the parameter 'inner.shift' itself"),
+    "detached, in place": (lambda m, value: m.shift.detach().add_(value), "the parameter 'inner.shift' itself"),
 }  # fmt: skip
+
+
+UNCHANGED: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
+    "read": lambda m, value: m.shift.data + m.kept.data + m.mean.data,
+    "the same in other memory": lambda m, value: [setattr(t, "data", t.data.clone()) for t in (m.shift, m.mean, m.kept)],
+    "part of a larger one": lambda m, value: m.shift.set_(torch.stack([m.shift.data, value])[0]),
+    "a copy": lambda m, value: m.shift.data.clone().add_(value),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("go", [train, by_hand])
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_a_forward_that_leaves_all_numbers_as_they_are_is_no_leak(name, go):
+    run = make(Writes(UNCHANGED[name]))
+    go(run)
+    assert run.spent == 10
 
 
 @pytest.mark.parametrize("go", [train, by_hand])

@@ -36,6 +36,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
+def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """`t` in this dtype. Of the casts of a step most have nothing to do, which torch takes a microsecond to find out."""
+    return t if t.dtype == dtype else t.to(dtype)
+
+
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of a norm of `dtype` numbers."""
     return accumulation_dtype(dtype.to_real() if dtype.is_complex else dtype)
@@ -70,7 +75,7 @@ def scaled(value: Tensor, c: Tensor) -> Tensor:
 
     Rounded to sixteen bits, terms that cancel leave their rounding behind: a clipped sum must allow for it.
     """
-    weight = c.to(accumulation_dtype(value.dtype)).view(-1, *[1] * (value.ndim - 1))
+    weight = cast(c, accumulation_dtype(value.dtype)).view(-1, *[1] * (value.ndim - 1))
     if not is_rounded(value):
         return value * weight
     if is_traced(value) or value.requires_grad or c.requires_grad:
@@ -84,9 +89,9 @@ def sum_of(c: Tensor, value: Tensor) -> Tensor:
     dtype = accumulation_dtype(value.dtype)
     if on_gpu(value) and c.ndim == 1 and not value.dtype.is_complex:  # read once, as they are
         if dtype == torch.float32 and value[0].numel() >= LARGE and not (value.requires_grad or c.requires_grad):
-            return weighted_of_many(c.to(dtype), [value])[0]
-        return (value * c.to(dtype).view(-1, *[1] * (value.ndim - 1))).sum(0)
-    return torch.tensordot(c.to(dtype), value.to(dtype), dims=1)
+            return weighted_of_many(cast(c, dtype), [value])[0]
+        return (value * cast(c, dtype).view(-1, *[1] * (value.ndim - 1))).sum(0)
+    return torch.tensordot(cast(c, dtype), cast(value, dtype), dims=1)
 
 
 def are_many(*values: Tensor) -> bool:
@@ -100,13 +105,13 @@ def are_many(*values: Tensor) -> bool:
 
 def over_positions(*values: Tensor) -> tuple[Tensor, ...]:
     """The sums over the second dimension of one or two (B, T, *shape), in float32 or better: (B, *shape) for each."""
-    (B, T), shape = values[0].shape[:2], values[0].shape[2:]
-    if T == 1:
-        return tuple(t[:, 0].to(accumulation_dtype(t.dtype)) for t in values)  # no copies
+    if values[0].shape[1] == 1:
+        return tuple([cast(t[:, 0], accumulation_dtype(t.dtype)) for t in values])  # no copies
     if are_many(*values):
+        (B, T), shape = values[0].shape[:2], values[0].shape[2:]
         sums = position_sums(*(t if t.ndim == 3 else t.reshape(B, T, -1) for t in values))
         return tuple(t if len(shape) == 1 else t.view(B, *shape) for t in sums)
-    return tuple(t.sum(1, dtype=accumulation_dtype(t.dtype)) for t in values)
+    return tuple([t.sum(1, dtype=accumulation_dtype(t.dtype)) for t in values])
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -114,7 +119,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     narrow = left.dtype if left.dtype.itemsize <= right.dtype.itemsize else right.dtype
     dtype = accumulation_dtype(narrow)
     if narrow == dtype or not on_gpu(left) or left.requires_grad or right.requires_grad:
-        return left.to(dtype) @ right.to(dtype)
+        return cast(left, dtype) @ cast(right, dtype)
     if left.dtype == right.dtype:
         return wide_product(left, right)
     # Tensor cores take sixteen bits: the wide one as a sum of two such numbers, about 1 in size.
@@ -141,7 +146,8 @@ def products(left: Tensor, right: Tensor) -> Tensor:
     dtype = accumulation_dtype(left.dtype)
     if on_gpu(left) and dtype != left.dtype and not (left.requires_grad or right.requires_grad):
         return torch.bmm(left, right, out_dtype=dtype)
-    return left.to(dtype) @ right.to(dtype)
+    left, right = cast(left, dtype), cast(right, dtype)
+    return torch.bmm(left, right) if left.ndim == 3 == right.ndim else left @ right
 
 
 def squared_norms(value: Tensor) -> Tensor:
@@ -162,7 +168,7 @@ def squared_norms(value: Tensor) -> Tensor:
 def dots(left: Tensor, right: Tensor) -> Tensor:
     """Row-wise real inner product of two (B, *shape) tensors: (B,)."""
     dtype = accumulation_dtype(torch.promote_types(left.dtype, right.dtype))
-    product = left.to(dtype) * right.to(dtype).conj()
+    product = cast(left, dtype) * cast(right, dtype).conj()
     if product.is_complex():
         product = product.real
     return product.reshape(len(product), -1).sum(1)
@@ -171,7 +177,7 @@ def dots(left: Tensor, right: Tensor) -> Tensor:
 def inner(left: Tensor, right: Tensor) -> Tensor:
     """Real inner products of all rows of (B, n) with all rows of (K, n): (B, K), in float32 or better."""
     dtype = accumulation_dtype(torch.promote_types(left.dtype, right.dtype))
-    return as_real(left.to(dtype)) @ as_real(right.to(dtype)).mT
+    return as_real(cast(left, dtype)) @ as_real(cast(right, dtype)).mT
 
 
 def as_real(value: Tensor) -> Tensor:

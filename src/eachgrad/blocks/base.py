@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -13,6 +13,7 @@ from eachgrad import doubts, plan
 from eachgrad.blocks import arithmetic
 from eachgrad.blocks.arithmetic import (
     accumulation_dtype,
+    cast,
     dots,
     inner,
     matrix_sizes,
@@ -72,8 +73,26 @@ class Shared:
             del self._found[next(iter(self._found))]
         strips = self._found[key][1]
         if (start, end) not in strips:
-            strips[start, end] = products(t[:, start:end], t[:, :end].mH)
+            whole = not start and end == t.shape[1]
+            rows, columns = (t, t) if whole else (t[:, start:end], t[:, :end])
+            strips[start, end] = products(rows, columns.mH)
         return strips[start, end]
+
+
+Measured = tuple[Tensor, Tensor | None]  # as `Block.measured` has it
+
+
+@dataclass(frozen=True)
+class Rough:
+    """Squared norms that are sums of terms, before those whose terms cancel are computed again."""
+
+    total: Tensor  # (B,)
+    bound: Tensor  # (B,), the sizes of the terms
+    exact: Callable[[Tensor], Tensor]  # of the samples in an index
+    unit: float  # how far rounding may move a weighted sum's share, in these sizes; 0: it does not
+
+    def settled(self) -> Measured:
+        return recomputed(self.total, self.bound, self.exact), self.bound * self.unit**2 if self.unit else None
 
 
 class Block:
@@ -116,6 +135,10 @@ class Block:
         """The squared norms, and the squares of how far rounding may move a weighted sum's share; None: it does not."""
         return squared_norms(self.dense()), None
 
+    def roughly(self, shared: Shared | None = None) -> Rough | Measured:
+        """The same, or what it is put together from where terms may cancel: `settled` looks at many at once."""
+        return self.measured(shared)
+
     def dots(self, other: Block) -> Tensor:
         """<g[i], h[i]> of two blocks of the same parameter, real part: (B,)."""
         return dots(self.dense(), other.dense())
@@ -135,7 +158,7 @@ class Block:
         step = columns * max(1, TILE // max(1, B * columns))
         for start in range(0, rows * columns, max(1, step)):
             value = self.slice(start, min(start + step, rows * columns))
-            yield start, value.to(accumulation_dtype(value.dtype))
+            yield start, cast(value, accumulation_dtype(value.dtype))
 
     def dot(self, directions: Tensor) -> Tensor:
         """<g[i], v[k]> for K directions (K, *shape), real part: (B, K)."""
@@ -246,6 +269,34 @@ def recomputed(total: Tensor, bound: Tensor, exact: Callable[[Tensor], Tensor], 
     """
     if doubts.note(lambda: (total < _DOUBTFUL[total.dtype] * bound).any()):
         return total
-    share = 0.1 if total.dtype == torch.float32 else 1e-5
-    index = (total < share * bound).nonzero().squeeze(1)
+    index = (total < _share(total) * bound).nonzero().squeeze(1)
     return total.index_copy(0, index, exact(index).to(total.dtype)) if len(index) else total
+
+
+def settled(some: Sequence[Rough]) -> list[Measured]:
+    """Each of them settled, with one look at all that are of a kind: the host waits for a GPU once."""
+    kinds: dict[tuple, list[int]] = {}
+    for n, rough in enumerate(some):
+        kinds.setdefault((rough.total.shape, rough.total.dtype, rough.total.device, rough.unit), []).append(n)
+    found: dict[int, Measured] = {}
+    for places in kinds.values():
+        found.update(zip(places, _settled([some[n] for n in places]), strict=True))
+    return [found[n] for n in range(len(some))]
+
+
+def _settled(some: list[Rough]) -> list[Measured]:
+    if len(some) == 1:
+        return [some[0].settled()]
+    totals, bounds = torch.stack([rough.total for rough in some]), torch.stack([rough.bound for rough in some])
+    unit = some[0].unit
+    spreads = (bounds * unit**2).unbind() if unit else [None] * len(some)
+    if doubts.note(lambda: (totals < _DOUBTFUL[totals.dtype] * bounds).any()):
+        return list(zip(totals.unbind(), spreads, strict=True))
+    cancels = (totals < _share(totals) * bounds).any(1).tolist()
+    squares = [r.settled()[0] if again else row for r, row, again in zip(some, totals.unbind(), cancels, strict=True)]
+    return list(zip(squares, spreads, strict=True))
+
+
+def _share(total: Tensor) -> float:
+    """Below which share of its terms a sum is computed again."""
+    return 0.1 if total.dtype == torch.float32 else 1e-5

@@ -12,6 +12,7 @@ from eachgrad import plan
 from eachgrad.blocks.arithmetic import (
     FLOAT32_ROUNDING,
     accumulation_dtype,
+    cast,
     dots,
     on_gpu,
     product,
@@ -20,7 +21,7 @@ from eachgrad.blocks.arithmetic import (
     scaled,
     squared_norms,
 )
-from eachgrad.blocks.base import Block, Fold, Shared, recomputed
+from eachgrad.blocks.base import Block, Fold, Measured, Rough, Shared
 from eachgrad.kernels.gram import gram_norms, gram_parts
 
 
@@ -74,7 +75,11 @@ class Outer(Block):
         value = product(left.mT, right)
         return value if self.shape is None else value.reshape(self.shape)
 
-    def measured(self, shared: Shared | None = None) -> tuple[Tensor, Tensor | None]:
+    def measured(self, shared: Shared | None = None) -> Measured:
+        found = self.roughly(shared)
+        return found.settled() if isinstance(found, Rough) else found
+
+    def roughly(self, shared: Shared | None = None) -> Rough | Measured:
         left, right = self._factors()
         unit = rounding(left)
         route = self._route
@@ -85,7 +90,7 @@ class Outer(Block):
             # Sums in float32 of so many positions are of gradients that are kept, and then have their own norms.
             return self._direct(), bound_of(left, right, 2) * unit**2 if unit > FLOAT32_ROUNDING else None
         total, bound = self._gram(shared or Shared())
-        return recomputed(total, bound, self.exact), bound * unit**2 if unit else None
+        return Rough(total, bound, self.exact, unit)
 
     def exact(self, index: Tensor) -> Tensor:
         """The squared norms of the samples in `index`, by their gradients."""
@@ -121,7 +126,7 @@ class Outer(Block):
         left, right = self._factors()
         if on_gpu(left) and left.dtype.itemsize == 2 and not (left.requires_grad or right.requires_grad):
             return gram_norms(left, right)  # which multiplies sixteen bits exactly, and adds in float32
-        left, right = (t.to(accumulation_dtype(t.dtype)) for t in (left, right))
+        left, right = cast(left, accumulation_dtype(left.dtype)), cast(right, accumulation_dtype(right.dtype))
         step = plan.gram_samples(len(left), left.shape[1], left.device.type)
         if step >= len(left):
             return _gram(left, right, shared)
@@ -201,7 +206,7 @@ class Outer(Block):
         if self.left.dtype == self.right.dtype:
             return self.left, self.right
         dtype = torch.promote_types(self.left.dtype, self.right.dtype)
-        return self.left.to(dtype), self.right.to(dtype)
+        return cast(self.left, dtype), cast(self.right, dtype)
 
 
 def bound_of(left: Tensor, right: Tensor, dim: int) -> Tensor:

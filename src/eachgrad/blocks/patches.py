@@ -21,7 +21,7 @@ from eachgrad.blocks.arithmetic import (
     scaled,
     squared_norms,
 )
-from eachgrad.blocks.base import Block, Fold, Shared, recomputed
+from eachgrad.blocks.base import Block, Fold, Measured, Rough, Shared
 from eachgrad.blocks.outer import Outer, bound_of
 from eachgrad.blocks.windows import Geometry
 from eachgrad.kernels.convolution import conv_gradients, conv_squares, conv_sum
@@ -139,7 +139,11 @@ class Patches(Block):
         pairs = zip(c.split(self._step(), dim=1), parts, strict=True)
         return reduce(torch.add, (torch.tensordot(w.to(part.dtype), part, dims=1) for w, part in pairs))
 
-    def measured(self, shared: Shared | None = None) -> tuple[Tensor, Tensor | None]:
+    def measured(self, shared: Shared | None = None) -> Measured:
+        found = self.roughly(shared)
+        return found.settled() if isinstance(found, Rough) else found
+
+    def roughly(self, shared: Shared | None = None) -> Rough | Measured:
         unit, route = rounding(self.g), self._norms().name
         if route == "implicit":
             return conv_squares(*self._maps()), self._bound() * unit**2
@@ -151,8 +155,7 @@ class Patches(Block):
             bounds = [bound for _, bound in found if bound is not None]
             return torch.cat([squares for squares, _ in found]), torch.cat(bounds) if bounds else None
         total, bound = self._gram()
-        exact = recomputed(total, bound, lambda index: self.take(index)._direct_norms())
-        return exact, bound * unit**2 if unit else None
+        return Rough(total, bound, lambda index: self.take(index)._direct_norms(), unit)
 
     def _bound(self) -> Tensor:
         """(sum over positions of |g| |patch|)^2: (B,), no smaller than any sum of the terms."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eachgrad import plan
-from eachgrad.blocks.arithmetic import accumulation_dtype, dots, real_dtype
+from eachgrad.blocks.arithmetic import accumulation_dtype, cast, dots, real_dtype
 from eachgrad.blocks.base import Block, Dense, Fold, Shared
 from eachgrad.blocks.outer import Outer
 
@@ -36,7 +36,7 @@ class Rows(Block):
 
     def weighted_sum(self, c: Tensor) -> Tensor:
         dtype = accumulation_dtype(self.value.dtype)
-        value = self._values() * c.to(dtype)[:, None, None]
+        value = self._values() * cast(c, dtype)[:, None, None]
         out = value.new_zeros(self.size, value.shape[-1])
         return out.index_add(0, self.index.clamp(min=0).flatten(), value.flatten(0, 1))
 
@@ -127,7 +127,7 @@ class Rows(Block):
         run = starts.cumsum(0)
         dtype = accumulation_dtype(self.value.dtype)
         sums = self.value.new_zeros(B * T, d, dtype=dtype)
-        sums = sums.index_add(0, run, self._values().reshape(B * T, d)[order].to(dtype))
+        sums = sums.index_add(0, run, cast(self._values().reshape(B * T, d)[order], dtype))
         key = torch.zeros_like(run).scatter(0, run, ordered)
         present = torch.zeros(B * T, dtype=real_dtype(dtype), device=run.device).index_fill(0, run, 1.0)
         return sums, key // self.size, key % self.size, present

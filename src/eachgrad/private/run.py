@@ -130,6 +130,7 @@ class Run:
             raise PrivacyError("run.backward without run.record: compute the losses inside `with run.record():`")
         assert step.waiting is not None
         check_count(losses, step.waiting)
+        self._check_alone()  # another run's steps change the parameters, too
         step.buffers.check()
         answer = self.engine.answer_by(step.tape, losses)
         step.gathered.add(answer, losses, step.waiting, last=step.pieces + 1 == len(step.batch.sizes))

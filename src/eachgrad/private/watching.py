@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from eachgrad import exposed
 from eachgrad.private import checks
 from eachgrad.private.errors import PrivacyError
 
@@ -133,36 +134,80 @@ class Watch:
         return tree
 
 
+class Value:
+    """What a tensor holds before a forward, as far as can be told afterwards whether that is what it was."""
+
+    __slots__ = ("offset", "storage", "stride", "trained", "version")
+
+    def __init__(self, t: Tensor):
+        self.version, self.trained = t._version, t.requires_grad
+        # The memory is held: nothing else can come to lie there, and if the tensor is given other memory, the old numbers
+        # are still in it.
+        self.storage, self.offset, self.stride = _storage(t), t.storage_offset(), t.stride()
+
+    def is_still(self, t: Tensor) -> bool:
+        storage = _storage(t)
+        if storage is None or self.storage is None or storage._cdata == self.storage._cdata:
+            return t._version == self.version
+        # A recurrent layer lays its weights side by side, and a forward may write `p.data = ...`: the numbers decide.
+        if len(self.stride) != t.ndim or storage.device != self.storage.device:
+            return False
+        last = self.offset + sum(step * (n - 1) for step, n in zip(self.stride, t.shape, strict=True))
+        if t.numel() and (last + 1) * t.element_size() > self.storage.nbytes():
+            return False
+        old = torch.empty(0, dtype=t.dtype, device=t.device).set_(self.storage, self.offset, t.shape, self.stride)
+        return _equal(old, t)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether all numbers are the same, NaN too."""
+    b = b.detach()
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _storage(t: Tensor) -> torch.UntypedStorage | None:
+    try:
+        return t.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # of a class that has none
+        return None
+
+
+def _address(t: Tensor) -> int | None:
+    """One number for all that lies in the same memory."""
+    storage = _storage(t)
+    return None if storage is None else storage._cdata
+
+
 class Buffers:
-    """The model's buffers before a forward, to see which of them it changes."""
+    """The model's buffers and parameters before a forward, to see which of them it changes."""
 
     def __init__(self, model: nn.Module, tree: Tree | None = None):
         """`tree`: what a walk over the model has just seen."""
         tree = walk(model) if tree is None else tree
         self._model, self._tree = model, tree  # kept as long as the ids: one is another's once its owner is gone
-        self._versions = {place: b._version for place, b in tree.buffers.items()}
-        self._trained = {id(p): p.requires_grad for p in tree.parameters}
-        self._frozen = {id(p): p._version for p in tree.parameters if not p.requires_grad}
+        self._buffers = {place: Value(b) for place, b in tree.buffers.items()}
+        self._parameters = {id(p): Value(p) for p in tree.parameters}
+        self._read: dict[int, Tensor] = {}  # the numbers of those that were read by `.data`
+        exposed.listen(self.note)
+
+    def note(self, t: Tensor) -> None:
+        """Keep the numbers of what lies where `t` does: they are about to be read by `.data`."""
+        where = _address(t)
+        for mine in (*self._tree.parameters, *self._tree.buffers.values()):
+            if id(mine) not in self._read and where is not None and _address(mine) == where:
+                self._read[id(mine)] = mine.detach().clone()
+
+    def _is_still(self, t: Tensor, before: Value) -> bool:
+        return before.is_still(t) and (id(t) not in self._read or _equal(self._read[id(t)], t))
 
     def check(self) -> None:
-        """Raise if the forward wrote the samples into a buffer, or into a parameter that is not trained."""
+        """Raise if the forward wrote the samples into a buffer, or into a parameter."""
         tree = walk(self._model)
         for p in tree.parameters:
-            before = self._trained.get(id(p))  # None, where it is new
-            if not p.requires_grad and before is not True and self._frozen.get(id(p)) != p._version:
-                raise PrivacyError(
-                    f"the forward changed the frozen parameter {_name(p, self._model.named_parameters())!r}, which leaves "
-                    "with the model and has no noise on it: take that out of the forward"
-                )
-            if before is not p.requires_grad:
-                what = "made" if before is None else "unfroze" if p.requires_grad else "froze"
-                raise PrivacyError(
-                    f"the forward {what} the parameter {_name(p, self._model.named_parameters())!r}: what it makes of "
-                    "samples may not leave with the model without noise. Take that out of the forward"
-                )
+            self._check_parameter(p, self._parameters.get(id(p)))
         harmless = None
         for place, b in tree.buffers.items():
-            if (self._tree.buffers.get(place) is b and self._versions[place] == b._version) or _is_counter(b):
+            if (self._tree.buffers.get(place) is b and self._is_still(b, self._buffers[place])) or _is_counter(b):
                 continue
             harmless = _of_weights_alone(tree.modules) if harmless is None else harmless
             if id(b) not in harmless:
@@ -170,6 +215,26 @@ class Buffers:
                     f"the forward changed the buffer {_name(b, self._model.named_buffers())!r}, which leaves with the model "
                     "and has no noise on it: call eval() on the module that keeps it, or take it out"
                 )
+
+    def _check_parameter(self, p: nn.Parameter, before: Value | None) -> None:
+        if before is not None and before.trained is p.requires_grad and self._is_still(p, before):
+            return
+        name, frozen = _name(p, self._model.named_parameters()), not p.requires_grad
+        if frozen and (before is None or not (before.trained or self._is_still(p, before))):
+            raise PrivacyError(
+                f"the forward changed the frozen parameter {name!r}, which leaves with the model and has no noise on it: "
+                "take that out of the forward"
+            )
+        if before is not None and before.trained is p.requires_grad:
+            raise PrivacyError(
+                f"the forward changed the parameter {name!r} itself, and what it writes there of samples has no noise on it: "
+                "take that out of the forward. What depends on the parameters alone can go after the optimizer's step."
+            )
+        what = "made" if before is None else "froze" if frozen else "unfroze"
+        raise PrivacyError(
+            f"the forward {what} the parameter {name!r}: what it makes of samples may not leave with the model without "
+            "noise. Take that out of the forward"
+        )
 
 
 def _name(wanted: Tensor, named: Iterable[tuple[str, Tensor]]) -> str:

@@ -90,11 +90,12 @@ class Accumulator:
 
 
 def _add(gradient: Gradient, every: Iterable[Running]) -> None:
-    asking = [running for running in every if gradient.name in running.over.parameters]
+    name = gradient.name
+    asking = [running for running in every if name in running.over.parameters]
     if not gradient.has_norms:
-        if any(running.keeps(gradient.name) for running in asking):
+        if any(running.keeps(name) for running in asking):
             gradient = gradient.kept()
-        else:
+        elif len(asking) > 1:
             reads = [running.reads for running in asking]
             if "norms" in reads and reads.count("mean") == 1:  # two would be given one tensor
                 gradient = gradient.read_once()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from eachgrad import plan
-from eachgrad.blocks.arithmetic import accumulation_dtype, real_dtype
+from eachgrad.blocks.arithmetic import accumulation_dtype, cast, real_dtype
 from eachgrad.gradient import Gradient, total
 from eachgrad.queries.packing import Holders
 from eachgrad.selection import matching
@@ -149,7 +149,7 @@ class PerParameter(Running):
         for name, value in self.batch.items():
             self.dtypes[name] = value.dtype
             dtype = accumulation_dtype(value.dtype)  # many batches of sixteen bits would not add up
-            wide = value if value.dtype == dtype else value.to(dtype)
+            wide = cast(value, dtype)
             self.sums[name] = self.joined(self.sums[name], wide) if name in self.sums else wide
         self.batch = {}
         super().end()
@@ -163,4 +163,4 @@ class PerParameter(Running):
         if divisor is not None:
             found = {name: value / divisor for name, value in found.items()}
         dtypes = self.dtypes
-        return {name: v if v.dtype == dtypes[name] else v.to(dtypes[name]) for name, v in found.items()}
+        return {name: cast(v, dtypes[name]) for name, v in found.items()}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from eachgrad.blocks import Dense, Outer, arithmetic
-from eachgrad.blocks.arithmetic import accumulation_dtype, real_dtype, squared_norms, sum_of
+from eachgrad.blocks.arithmetic import accumulation_dtype, cast, real_dtype, squared_norms, sum_of
 from eachgrad.blocks.base import recomputed
 from eachgrad.gradient import Gradient, total
 from eachgrad.kernels import many
@@ -58,7 +58,8 @@ class Joined:
 
     def join(self) -> Tensor:
         if self.value is None:
-            parts = [value.reshape(len(value), -1) for value in _values(self.gradients)]
+            values = _values(self.gradients)
+            parts = [value if value.ndim == 2 else value.reshape(len(value), -1) for value in values]
             self.value = joined(parts) if arithmetic.on_gpu(parts[0]) else torch.cat(parts, 1)
         return self.value
 
@@ -257,6 +258,6 @@ def _in_dtype(gradients: list[Gradient], sums: list[Tensor], wide: bool) -> dict
     for gradient, value in zip(gradients, sums, strict=True):
         dtype = gradient.parameter.dtype
         dtype = accumulation_dtype(dtype) if wide else dtype
-        value = value.view(gradient.parameter.shape)
-        answer[gradient.name] = value if value.dtype == dtype else value.to(dtype)
+        value = value if value.shape == gradient.parameter.shape else value.view(gradient.parameter.shape)
+        answer[gradient.name] = cast(value, dtype)
     return answer

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eachgrad.blocks import Block, Dense, Geometry, Patches, accumulation_dtype
+from eachgrad.blocks.arithmetic import cast
 from eachgrad.rules.registry import NeedsLoop, rule
 
 Size = int | Sequence[int]
@@ -52,7 +53,7 @@ def _convolution(
 ) -> dict[str, Block]:
     if input.ndim != weight.ndim:  # a single map without a batch dimension
         raise NeedsLoop
-    x = input.to(g.dtype).conj().unsqueeze(1)
+    x = cast(input, g.dtype).conj().unsqueeze(1)
     where = geometry(weight, stride, padding, dilation, groups)
     return {"weight": Patches(x, g.unsqueeze(1), where), **_bias(g, bias)}
 
@@ -73,5 +74,5 @@ def _transposed_convolution(
         raise NeedsLoop
     # The transpose reads where the convolution writes: the output gradient is what is cut into patches.
     where = geometry(weight, stride, padding, dilation, groups)
-    x = input.to(g.dtype).conj().unsqueeze(1)
+    x = cast(input, g.dtype).conj().unsqueeze(1)
     return {"weight": Patches(g.unsqueeze(1), x, where), **_bias(g, bias)}

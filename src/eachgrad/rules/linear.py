@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eachgrad.blocks import Block, Dense, Outer
-from eachgrad.blocks.arithmetic import over_positions
+from eachgrad.blocks.arithmetic import cast, over_positions
 from eachgrad.rules.registry import Arguments, NeedsLoop, composite, rule
 
 
@@ -35,7 +35,7 @@ def _in_order(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 @rule(F.linear, lead=all_but_last, values=False, run=_in_order)
 def _linear(g: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict[str, Block]:
-    g, x = positions(g), positions(input.to(g.dtype)).conj()
+    g, x = positions(g), positions(cast(input, g.dtype)).conj()
     if weight.ndim == 1:  # one output, which has no dimension of its own
         raise NeedsLoop
     found: dict[str, Block] = {"weight": Outer(g, x)}

@@ -42,11 +42,11 @@ class Rule:
     def takes_batch_dim(self) -> bool:
         return "batch_dim" in self.signature.parameters
 
-    @property
+    @cached_property
     def is_dense(self) -> bool:
         return isinstance(self.function, DenseRule)
 
-    @property
+    @cached_property
     def reads_parameters(self) -> bool:
         """Whether the values of the parameters may matter, and not their shapes alone."""
         return self.is_dense or self.values
@@ -65,6 +65,30 @@ class Rule:
         bound = self.signature.bind_partial(None, *args, **kwargs)
         bound.apply_defaults()
         return dict(list(bound.arguments.items())[1:])
+
+    def answer(self, g: Tensor, arguments: Arguments) -> dict[str, Block]:
+        """What the function says of a call whose arguments were bound, spreading what it declares as *args."""
+        order = self._order
+        if order is not None and len(arguments) == len(order):
+            return self.function(g, *map(arguments.__getitem__, order))
+        positional, named = [], {}
+        for parameter in self.parameters:
+            name = parameter.name
+            if name not in arguments:
+                continue
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                positional.extend(arguments[name])
+            elif parameter.kind is parameter.KEYWORD_ONLY:
+                named[name] = arguments[name]
+            else:
+                positional.append(arguments[name])
+        return self.function(g, *positional, **named)
+
+    @cached_property
+    def _order(self) -> list[str] | None:
+        """The arguments, if all of them may be given by position, as a decorated function may want to have them."""
+        names = self._names
+        return names if names is not None and len(names) == len(self.parameters) else None
 
     @cached_property
     def _names(self) -> list[str] | None:
