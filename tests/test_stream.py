@@ -38,3 +38,53 @@ def test_every_case_by_a_backward_of_the_caller(case: Case, reduction: str):
         want,
         case.tolerance if case.dtype == torch.float64 and case.tolerance <= 1e-10 else 3 * case.tolerance,
     )
+
+
+class Turned(torch.autograd.Function):
+    """Changes the gradient that it is given in place."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.neg_()
+
+
+class TwoWays(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(6, 6), nn.Linear(6, 6), how
+
+    def forward(self, x):
+        first = self.a(x)
+        if self.how == "hook":
+            first.register_hook(lambda g: g.mul_(100))
+        elif self.how == "function":
+            first = Turned.apply(first)
+        elif self.how == "a new tensor":
+            first.register_hook(lambda g: g * 100)
+        return first + self.b(x)
+
+
+@pytest.mark.parametrize("ask", ["backward", "ask"])
+@pytest.mark.parametrize("how", ["hook", "function", "a new tensor"])
+def test_a_gradient_that_is_changed_in_place_on_another_way(how, ask):
+    """The sum gives both layers the same tensor: what one way's hook writes there is not the other's gradient."""
+    torch.manual_seed(0)
+    model, x = TwoWays("none"), torch.randn(5, 3, 6)
+    for call in range(6):  # measured, and streamed
+        model.how = how if call > 3 else "a new tensor" if how == "a new tensor" else "none"
+        with eachgrad.record(model) as tape:
+            losses = model(x).square().sum((1, 2))
+        if how != "a new tensor" and call > 3:
+            with pytest.raises(eachgrad.CaptureError, match="changed in place while the backward went on"):
+                tape.backward(losses) if ask == "backward" else tape.ask(losses, grad=eachgrad.clipped_sum(1.0))
+            continue
+        found = tape.backward(losses).norms() if ask == "backward" else tape.ask(losses, n=eachgrad.norms()).n
+        rows = []
+        for one in x.split(1):
+            want = torch.autograd.grad(model(one).square().sum(), list(model.parameters()))
+            rows.append(torch.sqrt(sum(g.square().sum() for g in want)))
+        torch.testing.assert_close(found, torch.stack(rows))

@@ -39,7 +39,7 @@ from eachgrad.use import Use
 _transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 _Packet = torch._ops.OpOverloadPacket
 # What a function may be in beside the tables of rules, which users add to: most are in none, and are asked for once.
-_SPECIAL = {*PASSIVE, *TEMPLATED, *recording.OWN, *refusals.CHECKED, *EXPOSING}
+_SPECIAL = {*PASSIVE, *TEMPLATED, *recording.OWN, *refusals.CHECKED}
 
 
 class Recorder(TorchFunctionMode):
@@ -83,6 +83,8 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if func in EXPOSING:
+            tell(args[0])
         if self.unseen and not _recomputes():
             if func in refusals.CHECKED:
                 refusals.CHECKED[func](self, func, args, kwargs)
@@ -92,8 +94,6 @@ class Recorder(TorchFunctionMode):
             if func is torch.Tensor.register_hook:  # it may change gradients: a forward with it is another one
                 self.signature.note(func, getattr(args[-1], "__code__", type(args[-1])))
             return func(*args, **kwargs)
-        if special and func in EXPOSING:
-            tell(args[0])
         for own in types:
             # Something that stands for a tensor (quantised weights): what it makes of the op is seen.
             if not issubclass(own, Tensor):
@@ -186,9 +186,8 @@ class Recorder(TorchFunctionMode):
         self, func: Callable, args: tuple, kwargs: dict, found: list[Tensor], sources: list[Tensor], strong: bool
     ) -> Any:
         """The op's result with its uses recorded, or NotImplemented where nothing is known about it."""
-        for t in found:
-            if t.is_nested:
-                refusals.check_nested(self, func, found, sources)
+        if any(t.is_nested for t in found):
+            refusals.check_nested(self, func, found, sources)
         changed = args[0] if func in IN_PLACE or func is torch.Tensor.masked_fill_ else None
         if not strong and any(changed is t for t in sources):
             return NotImplemented  # a carrier that is changed in place by constants, most likely

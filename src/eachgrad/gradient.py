@@ -17,7 +17,7 @@ from eachgrad.blocks.base import Measured, Rough, Shared, place_of, settled
 from eachgrad.functions import precise
 
 if TYPE_CHECKING:
-    from eachgrad.use import Use
+    from eachgrad.use import Arrived, Use
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Gradient:
     parameter: Tensor
     block: Block | None  # None: the loss does not depend on the parameter
     batch_size: int
-    guards: tuple[Use, ...] = field(default=(), repr=False)  # what must not have changed since
+    guards: tuple[Use | Arrived, ...] = field(default=(), repr=False)  # what must not have changed since
     attached: bool = field(default=False, repr=False)  # whether answers are to be differentiated
     _memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -60,6 +60,8 @@ class Gradient:
     def look(self, shared: Shared | None = None) -> None:
         """Find what `squared_norms` is put together from; `settle` does so for many at once."""
         block = self.checked()
+        if "rough" in self._memo:
+            return
         if block is None or self.attached or self.has_norms:
             self.squared_norms(shared)
             return
@@ -173,14 +175,18 @@ class Gradient:
         """The same gradients, formed once for several queries in a row."""
         block = self.checked()
         kept = block and block.kept()
-        return self if kept is block else replace(self, block=kept)  # what is known of them stays known
+        return self if kept is block else self._formed(kept)  # what is known of them stays known
+
+    def _formed(self, block: Block | None) -> Gradient:
+        """The same gradients, formed from what has arrived, which is not held any more."""
+        return replace(self, block=block, guards=tuple(guard for guard in self.guards if guard.lasts))
 
     def read_once(self) -> Gradient:
         """The same gradients for their norms and their mean together: formed for both where that takes little room."""
         block, cost = self.checked(), self.cost()
         if block is None or self.attached or not on_gpu(self.parameter) or cost.kept > cost.factors:
             return self
-        return replace(self, block=block.read_once())
+        return self._formed(block.read_once())
 
     @property
     def has_norms(self) -> bool:

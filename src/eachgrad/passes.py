@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,7 +18,7 @@ from eachgrad.errors import CaptureError
 from eachgrad.foreign import is_function
 from eachgrad.functions import opened
 from eachgrad.graph import Node, graph_nodes
-from eachgrad.use import Use
+from eachgrad.use import Use, refuse_written
 
 Weights = list[Tensor]  # one cotangent per root
 
@@ -63,10 +63,15 @@ class Passes:
         taps = [use.tap.edge for use in self.recorder.uses]
         # A Function's own backward may give a parameter its gradient: it must run, also where no tap lies below it.
         functions = [] if create_graph else [node for node in self.nodes if is_function(node)]
+        # Nor does the hook at a tap run that begins a graph, unless what is below it is asked for.
+        functions += [use.tap.node for use in self.recorder.uses if use.tap.node.name() == "BeginBackward"]
         below = [GradientEdge(n, k) for node in functions for n, k in node.next_functions if n is not None]
         if not taps and not below:
             return []
         before = [(p.grad, p.grad._version if p.grad is not None else 0) for p in self.recorder.leaves]
+        for use in self.recorder.uses:
+            if use.tap.post is not None:
+                use.tap.post.version = None
         with self.recorder.replay():
             keep = keep or create_graph
             options = {"retain_graph": keep, "create_graph": create_graph, "allow_unused": True}
@@ -74,7 +79,15 @@ class Passes:
         if create_graph and self.recorder.rerun:
             _refuse_checkpoint()
         self._check_nothing_hidden(before)
+        self._check_nothing_written(gradients)
         return list(gradients)
+
+    def _check_nothing_written(self, gradients: Sequence[Tensor | None]) -> None:
+        """Each gradient must be what it was when it came by its tap."""
+        for use, g in zip(self.recorder.uses, gradients, strict=True):
+            post = use.tap.post
+            if g is not None and post is not None and post.version not in (None, g._version):
+                refuse_written(use)
 
     def _check_nothing_unseen(self) -> None:
         """No parameter may have a gradient of its own that was to be taken at the uses alone."""

@@ -13,6 +13,7 @@ from eachgrad.gradient import Gradient
 from eachgrad.passes import Passes, grads_untouched
 from eachgrad.recall import Counted
 from eachgrad.solve import parts_of
+from eachgrad.use import Arrived
 
 
 def visit(
@@ -35,10 +36,14 @@ def visit(
     asked = [[name for name in some if name in wanted] for some in reached]
     waiting = Counter(name for some in asked for name in some)
     parts: dict[str, list[Block]] = {}
+    guards: dict[str, list[Arrived]] = {}
 
     def complete(name: str) -> None:
-        found = parts.pop(name, None)
-        arrived(Gradient(name, parameters[name], add(found) if found else None, B))
+        found, before = parts.pop(name, None), tuple(guards.pop(name, ()))
+        if found is not None and len(found) > 1:  # which may be added up now
+            for guard in before:
+                guard.check_versions()
+        arrived(Gradient(name, parameters[name], add(found) if found else None, B, before))
 
     def use_arrived(n: int, g: Tensor) -> None:
         use, some = recorder.uses[n], counted[n]
@@ -50,6 +55,7 @@ def visit(
         for name, block in found:
             if name in wanted:
                 parts.setdefault(name, []).append(block)
+                guards.setdefault(name, []).append(Arrived(use, block.tensors()))
         for name in asked[n]:
             waiting[name] -= 1
             if not waiting[name]:

@@ -20,16 +20,20 @@ from eachgrad.rules import Rule
 class Post:
     """The one hook at a tap: `passed` hears of every backward that comes by, `arrived` of the gradient while it is set."""
 
-    __slots__ = ("arrived", "output", "passed")
+    __slots__ = ("arrived", "output", "passed", "version")
 
     def __init__(self, output: int, passed: Callable[[], object]):
         self.output, self.passed = output, passed
         self.arrived: Callable[[Tensor], object] | None = None
+        self.version: int | None = None  # of the gradient, when it came by last
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
         self.passed()
-        if self.arrived is not None and (g := gradients[self.output]) is not None:
-            self.arrived(g)
+        g = gradients[self.output]
+        if g is not None:
+            self.version = g._version
+            if self.arrived is not None:
+                self.arrived(g)
 
     def remove(self) -> None:
         """Nobody waits here any more."""
@@ -89,6 +93,8 @@ class Begin(torch.autograd.Function):
 class Use:
     """One op in which parameters, or tensors derived from them, meet the batch."""
 
+    lasts = True  # as a guard: see `Arrived`
+
     op: Callable
     rule: Rule
     args: tuple
@@ -138,6 +144,30 @@ class Use:
                     f"{self}: an input of the op was changed in place after it had been recorded. Use the out-of-place "
                     "form of what changed it, or clone the tensor first."
                 )
+
+
+class Arrived:
+    """The tensors of a block when its use's gradient arrived, with their versions.
+
+    An op may give one gradient to two others, and what a hook writes into it on the way of one is the other's, too.
+    """
+
+    __slots__ = ("tensors", "use")
+    lasts = False  # a copy of what has arrived does not depend on it
+
+    def __init__(self, use: Use, tensors: list[Tensor]):
+        self.use, self.tensors = use, [(t, t._version) for t in tensors]
+
+    def check_versions(self) -> None:
+        if any(t._version != version for t, version in self.tensors):
+            refuse_written(self.use)
+
+
+def refuse_written(use: Use) -> None:
+    raise CaptureError(
+        f"{use}: its gradient was changed in place while the backward went on, by a hook or by the backward of an "
+        "autograd.Function. Have that return a new tensor instead."
+    )
 
 
 def version_of(t: Tensor) -> tuple[Tensor, int]:

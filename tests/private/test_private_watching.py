@@ -365,6 +365,9 @@ def test_a_forward_that_keeps_the_samples_is_refused(name, go):
     with pytest.raises(PrivacyError, match=words):
         go(run)
     assert run.spent == 0
+    run.model.write = lambda m, value: None
+    with pytest.raises(PrivacyError, match="make the model anew"):  # what was written is still there
+        go(run)
 
 
 @pytest.mark.parametrize("norm", [spectral_norm, parametrizations.spectral_norm], ids=["old", "new"])
@@ -524,3 +527,73 @@ def test_a_module_with_buffers_of_its_own_kind():
     tree = walk(nn.Sequential(Computed(3, 2)))
     assert len(tree.parameters) == 2
     assert len(tree.buffers) == 1
+
+
+class Late(nn.Module):
+    """Writes when the backward comes by."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.fc, self.how = nn.Linear(WIDTH, 2), how
+        self.register_buffer("kept", torch.zeros(2))
+
+    def forward(self, x):
+        out, model = self.fc(x), self
+        if self.how == "hook":
+            out.register_hook(lambda g: [model.kept.copy_(g.sum(0))].clear())
+            return out
+
+        class Writing(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, out, weight):
+                return out.clone()
+
+            @staticmethod
+            def backward(ctx, g):
+                model.kept.data.copy_(g.sum(0))
+                return g, None
+
+        return Writing.apply(out, self.fc.weight if self.how == "function of a parameter" else None)
+
+
+@pytest.mark.parametrize("go", [train, by_hand])
+@pytest.mark.parametrize("how", ["hook", "function", "function of a parameter"])
+def test_a_backward_that_keeps_the_samples_is_refused(how, go):
+    run = make(Late(how), batch_size=30)
+    with pytest.raises(PrivacyError, match="the buffer 'kept'"):
+        go(run)
+    assert run.spent == 0
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("go", [train, by_hand])
+@pytest.mark.parametrize("kind", ["sparse", "nested", "meta"])
+def test_buffers_that_lie_in_no_order_are_no_matter(kind, go):
+    model = nn.Sequential(nn.Linear(WIDTH, 2))
+    made = {
+        "sparse": lambda: torch.eye(3).to_sparse_csr(),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "meta": lambda: torch.empty(3, device="meta"),
+    }
+    model.register_buffer("odd", made[kind]())
+    if kind == "meta":
+        model.register_forward_pre_hook(lambda module, args: [module.odd.data].clear())
+    run = make(model)
+    go(run)
+    assert run.spent == 10
+
+
+@pytest.mark.parametrize("go", [train, by_hand])
+@pytest.mark.parametrize("name", ["turned", "shorter", "another row"])
+def test_other_numbers_of_the_same_memory_are_a_leak(name, go):
+    writes = {
+        "turned": lambda m, value: setattr(m.square, "data", m.square.detach().t()),
+        "shorter": lambda m, value: setattr(m.mean, "data", m.mean.detach()[:2].clone()),
+        "another row": lambda m, value: setattr(m.row, "data", m.rows[1]),
+    }
+    model = Writes(writes[name])
+    model.inner.register_buffer("square", torch.randn(WIDTH, WIDTH))
+    model.inner.rows = torch.randn(2, 3)
+    model.inner.register_buffer("row", model.inner.rows[0])
+    with pytest.raises(PrivacyError, match="the forward changed"):
+        go(make(model, batch_size=30))

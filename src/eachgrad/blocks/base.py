@@ -127,6 +127,10 @@ class Block:
         """The tensors that it holds and that other parameters' blocks may hold as well."""
         return ()
 
+    def tensors(self) -> list[Tensor]:
+        """All that its answers are computed from."""
+        return [value for value in vars(self).values() if isinstance(value, Tensor)]
+
     def squared_norms(self, shared: Shared | None = None) -> Tensor:
         """(B,), with all the digits of the dtype; `shared` is what other parameters' norms have found before."""
         return self.measured(shared)[0]

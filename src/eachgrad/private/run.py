@@ -133,6 +133,7 @@ class Run:
         self._check_alone()  # another run's steps change the parameters, too
         step.buffers.check()
         answer = self.engine.answer_by(step.tape, losses)
+        step.buffers.check()  # a backward can write, too
         step.gathered.add(answer, losses, step.waiting, last=step.pieces + 1 == len(step.batch.sizes))
         step.waiting, step.tape, step.pieces = None, None, step.pieces + 1
         if step.pieces == len(step.batch.sizes):
@@ -219,6 +220,11 @@ class Run:
             raise BudgetSpent(
                 f"all {self.settings.steps} steps are spent, epsilon {self.epsilon():.4g} at delta "
                 f"{self.settings.target_delta:g}: stop here, or plan more steps with make_private(..., history=run.history)"
+            )
+        if self._open is not None and self._open.buffers.found:
+            raise PrivacyError(
+                "the forward of an earlier step has changed the model, which may still hold what it wrote of the samples: "
+                "make the model anew, or load what it was before, and call make_private again, with history=run.history"
             )
         tree = self._watch.check(self.optimizer)
         for p in tree.parameters:  # frozen ones, too: what an ordinary backward left there has no noise

@@ -137,44 +137,53 @@ class Watch:
 class Value:
     """What a tensor holds before a forward, as far as can be told afterwards whether that is what it was."""
 
-    __slots__ = ("offset", "storage", "stride", "trained", "version")
+    __slots__ = ("place", "storage", "trained", "version")
 
     def __init__(self, t: Tensor):
         self.version, self.trained = t._version, t.requires_grad
         # The memory is held: nothing else can come to lie there, and if the tensor is given other memory, the old numbers
         # are still in it.
-        self.storage, self.offset, self.stride = _storage(t), t.storage_offset(), t.stride()
+        self.storage, self.place = _where(t)
 
     def is_still(self, t: Tensor) -> bool:
-        storage = _storage(t)
-        if storage is None or self.storage is None or storage._cdata == self.storage._cdata:
+        storage, place = _where(t)
+        if storage is None or self.storage is None:  # of a class that has none: as far as it says
+            return storage is self.storage and t._version == self.version
+        if storage._cdata == self.storage._cdata and place == self.place:
             return t._version == self.version
+        if self.place[:2] != place[:2]:
+            return False
         # A recurrent layer lays its weights side by side, and a forward may write `p.data = ...`: the numbers decide.
-        if len(self.stride) != t.ndim or storage.device != self.storage.device:
+        if storage._cdata == self.storage._cdata and t._version != self.version:
             return False
-        last = self.offset + sum(step * (n - 1) for step, n in zip(self.stride, t.shape, strict=True))
-        if t.numel() and (last + 1) * t.element_size() > self.storage.nbytes():
-            return False
-        old = torch.empty(0, dtype=t.dtype, device=t.device).set_(self.storage, self.offset, t.shape, self.stride)
-        return _equal(old, t)
+        shape, dtype, *where = self.place
+        return _equal(
+            torch.empty(0, dtype=dtype, device=storage.device).set_(self.storage, where[0], shape, where[1]), t
+        )
+
+
+def _where(t: Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """The memory that a tensor lies in, and its shape, dtype, offset and strides there; None where it has no such place."""
+    try:
+        return t.untyped_storage(), (t.shape, t.dtype, t.storage_offset(), t.stride())
+    except (NotImplementedError, RuntimeError, ValueError):  # sparse, nested, not there yet
+        return None, ()
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether all numbers are the same, NaN too."""
+    """Whether all numbers are the same, NaN too; no, where that cannot be told."""
     b = b.detach()
-    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-def _storage(t: Tensor) -> torch.UntypedStorage | None:
+    if a.is_meta or b.is_meta:
+        return a.is_meta and b.is_meta
     try:
-        return t.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # of a class that has none
-        return None
+        return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    except (AttributeError, NotImplementedError, RuntimeError):  # quantised, nested
+        return False
 
 
 def _address(t: Tensor) -> int | None:
     """One number for all that lies in the same memory."""
-    storage = _storage(t)
+    storage, _ = _where(t)
     return None if storage is None else storage._cdata
 
 
@@ -184,6 +193,7 @@ class Buffers:
     def __init__(self, model: nn.Module, tree: Tree | None = None):
         """`tree`: what a walk over the model has just seen."""
         tree = walk(model) if tree is None else tree
+        self.found = False  # whether it has changed one
         self._model, self._tree = model, tree  # kept as long as the ids: one is another's once its owner is gone
         self._buffers = {place: Value(b) for place, b in tree.buffers.items()}
         self._parameters = {id(p): Value(p) for p in tree.parameters}
@@ -202,6 +212,13 @@ class Buffers:
 
     def check(self) -> None:
         """Raise if the forward wrote the samples into a buffer, or into a parameter."""
+        try:
+            self._check()
+        except PrivacyError:
+            self.found = True
+            raise
+
+    def _check(self) -> None:
         tree = walk(self._model)
         for p in tree.parameters:
             self._check_parameter(p, self._parameters.get(id(p)))
