@@ -315,6 +315,11 @@ def slope_outside(model: nn.Module, x: Tensor) -> object:
     return tape.backward(g.square().sum(1))
 
 
+def doubled_in_place(out: Tensor) -> Tensor:
+    out.register_hook(lambda g: g.mul_(2))
+    return out
+
+
 def by_a_wrong_rule(model: nn.Module, x: Tensor) -> object:
     rule = RULES[F.linear]
     twice = replace(rule, function=wraps(rule.function)(lambda g, *args: rule.function(2 * g, *args)))
@@ -668,6 +673,12 @@ IN_THE_MODEL = [
         lambda m, x: m.fc(x),
         "fc.weight", LINEAR, "e-321 are too small for torch.float64", then="scale the losses up", module=IN_FC,
         run=lambda model, x: (call_for_per_sample_grads(model)(x).square().sum() * 1e-321).backward(),
+    ),
+    inside(
+        "a gradient that a hook changes in place", CaptureError,
+        lambda m, x: doubled_in_place(m.other(x)) + m.fc(x),
+        "fc.weight", LINEAR, "changed in place while the backward went on", then="return a new tensor", module=IN_FC,
+        parts={"other": linear(d, d)},
     ),
     inside(
         "answers that do not add up", CaptureError,
