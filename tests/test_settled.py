@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 import eachgrad
 from eachgrad import stream
+from eachgrad.blocks import Dense, Rows, Sum
 from eachgrad.blocks.base import Rough, settled
 from eachgrad.blocks.outer import Outer
 from eachgrad.queries import Answer
@@ -155,3 +156,15 @@ def test_a_default_of_batch_dim_does_not_stand_for_the_dimension(monkeypatch):
     assert seen == [1]
     out = x @ model.weight.detach().T
     torch.testing.assert_close(grads["weight"].dense(), 2 * torch.einsum("tbp,tbd->bpd", out, x))
+
+
+def test_all_that_a_block_is_computed_from():
+    left, right, value, index = (
+        torch.zeros(2, 3, 4),
+        torch.zeros(2, 3, 5),
+        torch.zeros(2, 4, 5),
+        torch.zeros(2, 3).long(),
+    )
+    rows = Rows(index, torch.zeros(2, 3, 5), 4)
+    parts = (Outer(left, right), Dense(value), Sum((rows,)))
+    assert [id(t) for t in Sum(parts).tensors()] == [id(t) for t in (left, right, value, index, rows.value)]

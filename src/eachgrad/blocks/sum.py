@@ -26,6 +26,9 @@ class Sum(Block):
     def dense(self) -> Tensor:
         return reduce(torch.add, (part.dense() for part in self.parts))
 
+    def tensors(self) -> list[Tensor]:
+        return [t for part in self.parts for t in part.tensors()]
+
     def fold(self, fold: Fold) -> Sum:
         return Sum(tuple(part.fold(fold) for part in self.parts))
 
