@@ -40,50 +40,58 @@ def test_every_case_by_a_backward_of_the_caller(case: Case, reduction: str):
     )
 
 
-class Turned(torch.autograd.Function):
-    """Changes the gradient that it is given in place."""
+def turned(g: torch.Tensor, now: dict[str, bool]) -> torch.Tensor:
+    return g.neg_() if now["in place"] else -g
 
+
+class Turned(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, now):
+        ctx.now = now
         return x.clone()
 
     @staticmethod
     def backward(ctx, g):
-        return g.neg_()
+        return turned(g, ctx.now), None
 
 
 class TwoWays(nn.Module):
-    def __init__(self, how):
+    """The sum gives one gradient to both layers, and on the way of the first it is turned, in place or not."""
+
+    def __init__(self, how: str):
         super().__init__()
-        self.a, self.b, self.how = nn.Linear(6, 6), nn.Linear(6, 6), how
+        self.a, self.b, self.how, self.now = nn.Linear(6, 6), nn.Linear(6, 6), how, {"in place": False}
 
     def forward(self, x):
+        now, x = self.now, self.b(x) if self.how == "twice" else x  # that use's gradient comes last
         first = self.a(x)
         if self.how == "hook":
-            first.register_hook(lambda g: g.mul_(100))
-        elif self.how == "function":
-            first = Turned.apply(first)
-        elif self.how == "a new tensor":
-            first.register_hook(lambda g: g * 100)
+            first.register_hook(lambda g: turned(g, now))
+        else:
+            first = Turned.apply(first, now)
         return first + self.b(x)
 
 
-@pytest.mark.parametrize("ask", ["backward", "ask"])
-@pytest.mark.parametrize("how", ["hook", "function", "a new tensor"])
-def test_a_gradient_that_is_changed_in_place_on_another_way(how, ask):
-    """The sum gives both layers the same tensor: what one way's hook writes there is not the other's gradient."""
+ASKED = {"grad": eachgrad.clipped_sum(1.0), "norms": eachgrad.norms()}
+
+
+@pytest.mark.parametrize("names", [["grad"], ["norms", "grad"]], ids=str)
+@pytest.mark.parametrize("calls", [0, 2])  # before it is in place: measured, and streamed
+@pytest.mark.parametrize("how", ["hook", "function", "twice"])
+def test_a_gradient_that_is_changed_in_place_on_another_way(how, calls, names, visits):
     torch.manual_seed(0)
-    model, x = TwoWays("none"), torch.randn(5, 3, 6)
-    for call in range(6):  # measured, and streamed
-        model.how = how if call > 3 else "a new tensor" if how == "a new tensor" else "none"
+    model, x = TwoWays(how), torch.randn(5, 3, 6)
+    for call in range(calls + 1):
+        model.now["in place"] = call == calls
         with eachgrad.record(model) as tape:
             losses = model(x).square().sum((1, 2))
-        if how != "a new tensor" and call > 3:
+        if call == calls:
+            visits.clear()
             with pytest.raises(eachgrad.CaptureError, match="changed in place while the backward went on"):
-                tape.backward(losses) if ask == "backward" else tape.ask(losses, grad=eachgrad.clipped_sum(1.0))
+                tape.ask(losses, **{name: ASKED[name] for name in names})
+            assert len(visits) == (calls > 0)
             continue
-        found = tape.backward(losses).norms() if ask == "backward" else tape.ask(losses, n=eachgrad.norms()).n
-        rows = []
+        found, rows = tape.ask(losses, norms=eachgrad.norms()).norms, []
         for one in x.split(1):
             want = torch.autograd.grad(model(one).square().sum(), list(model.parameters()))
             rows.append(torch.sqrt(sum(g.square().sum() for g in want)))

@@ -36,7 +36,6 @@ from eachgrad.signature import Signature, looked_at
 from eachgrad.tensors import Tensors, names_of
 from eachgrad.use import Use
 
-_transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 _Packet = torch._ops.OpOverloadPacket
 # What a function may be in beside the tables of rules, which users add to: most are in none, and are asked for once.
 _SPECIAL = {*PASSIVE, *TEMPLATED, *recording.OWN, *refusals.CHECKED}
@@ -115,7 +114,7 @@ class Recorder(TorchFunctionMode):
             if strong:
                 self.signature.add(func, args, kwargs, found, tuple(map(tensors.number, found)), call)
             return self._passed(func, args, kwargs, found, strong)
-        if _transform() is not None:  # `foreign.is_inside_transform` written out
+        if foreign.is_inside_transform():
             self.signature.value = None
             return foreign.record_inside(self, func, args, kwargs, found)
         carriers, strong, numbers = tensors.told_apart(found, self.on_recompute is not None)

@@ -39,11 +39,13 @@ def visit(
     guards: dict[str, list[Arrived]] = {}
 
     def complete(name: str) -> None:
-        found, before = parts.pop(name, None), tuple(guards.pop(name, ()))
-        if found is not None and len(found) > 1:  # which may be added up now
+        found, before = parts.pop(name, None), guards.pop(name, [])
+        block = add(found) if found else None
+        if block is not None and len(before) > 1:
             for guard in before:
                 guard.check_versions()
-        arrived(Gradient(name, parameters[name], add(found) if found else None, B, before))
+            before = [Arrived(before[-1].use, block.tensors())]  # the parts, or a copy, which holds none of them
+        arrived(Gradient(name, parameters[name], block, B, tuple(before)))
 
     def use_arrived(n: int, g: Tensor) -> None:
         use, some = recorder.uses[n], counted[n]

@@ -265,7 +265,7 @@ class Read(Dense):
 _DOUBTFUL = {torch.float32: 2e-2, torch.float64: 1e-8}
 
 
-def recomputed(total: Tensor, bound: Tensor, exact: Callable[[Tensor], Tensor], precise: bool = False) -> Tensor:
+def recomputed(total: Tensor, bound: Tensor, exact: Callable[[Tensor], Tensor]) -> Tensor:
     """`total`, (B,), with the samples replaced by `exact(index)` whose terms, of size `bound`, cancel.
 
     A sum of terms is off by about their size times the machine's precision: float32 loses its fourth digit

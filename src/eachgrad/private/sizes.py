@@ -19,7 +19,7 @@ WORTH = 1.01  # what a step must cost without a size, at least, for that to have
 MANY = 16  # pieces, from which on filling up one of them is nothing
 
 # A graph of any size takes as many samples as a step expects, at most: memory is about that of plain training, for about 1.45
-# pieces a step. With an eighth more, GPT-2's size with 16 expected took 1.2 times plain training's memory on an H200, in 1.2.
+# pieces a step. With an eighth more GPT-2's size took 1.2 pieces, and 1.2 times plain training's memory on an H200.
 PARTS = 32  # of a batch, up to which a piece is filled up: 1.5% on average, with a CUDA graph for each size that comes
 
 

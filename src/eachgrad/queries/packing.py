@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eachgrad.blocks import Dense, Outer, arithmetic
 from eachgrad.blocks.arithmetic import accumulation_dtype, cast, real_dtype, squared_norms, sum_of
-from eachgrad.blocks.base import recomputed
+from eachgrad.blocks.base import Rough
 from eachgrad.gradient import Gradient, total
 from eachgrad.kernels import many
 from eachgrad.kernels.joined import joined
@@ -172,7 +172,7 @@ class Crossed(Held):
             return total([_outer(gradient).exact(index) for gradient in some])
 
         # What rounding leaves is a share of all terms together, and matters as one of the whole norm.
-        return recomputed(found, bound, exact), bound * self.unit**2 if self.unit else None
+        return Rough(found, bound, exact, self.unit).settled()
 
     def sums(self, c: Tensor, index: Tensor | None, wide: bool) -> dict[str, Tensor]:
         return _one_by_one(self.gradients, c, index, wide)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eachgrad import doubts, plan
-from eachgrad.blocks.base import Measured, Shared
+from eachgrad.blocks.base import Shared
 from eachgrad.gradient import Gradient, root, settle, total
 from eachgrad.queries.base import Over, PerParameter, PerSample, Query, Running
 from eachgrad.queries.packing import Held, Pack, key_of
@@ -163,7 +163,6 @@ class RunningClip(PerParameter):
         self.seen: set[str] = set()
         self.squares: dict[str, list[Tensor]] = {group: [] for group in self.members}
         self.spreads: dict[str, list[Tensor]] = {group: [] for group in self.members}
-        self.found: list[tuple[str, Gradient | Measured]] = []  # by group, as the gradients come
         self.held: dict[str, Gradient] = {}
         self.packs: dict[Any, Pack] = {}
         self.factors: tuple[dict[str, Tensor], Tensor | None] | None = None
@@ -187,27 +186,27 @@ class RunningClip(PerParameter):
                 self.holders.note(gradient, pack)
             return
         if self.how[name] == "again":
-            self.found.append((group, (gradient.squared_norms(self.shared), gradient.spread)))
-        else:
-            # Norms are found when all have come, one after another: between the ops of a backward they take longer to start.
-            # But another sum's pack, which has this gradient, is to know of them.
-            if self.holders.of(gradient) is not None:
-                gradient.look(self.shared)
-            self.found.append((group, gradient))
-            self.held[name] = gradient
+            self._measure(gradient)
+            return
+        # Norms are found when all have come, one after another: between the ops of a backward they take longer to start.
+        # But another sum's pack, which has this gradient, is to know of them.
+        if self.holders.of(gradient) is not None:
+            gradient.look(self.shared)
+        self.held[name] = gradient
+
+    def _measure(self, gradient: Gradient) -> None:
+        group = self.owner[gradient.name]
+        self.squares[group].append(gradient.squared_norms(self.shared))
+        if gradient.spread is not None:
+            self.spreads[group].append(gradient.spread)
 
     def _settle(self) -> None:
-        """The norms of what is held, as far as they are open."""
-        held = [some for _, some in self.found if isinstance(some, Gradient)]
-        for gradient in held:
+        """The norms of what is held."""
+        for gradient in self.held.values():
             gradient.look(self.shared)
-        settle(held)
-        for group, some in self.found:
-            squares, spread = (some.squared_norms(), some.spread) if isinstance(some, Gradient) else some
-            self.squares[group].append(squares)
-            if spread is not None:
-                self.spreads[group].append(spread)
-        self.found = []  # each gradient is free when its sum is there
+        settle(self.held.values())
+        for gradient in self.held.values():
+            self._measure(gradient)
 
     def again(self) -> set[str]:
         self._settle()
