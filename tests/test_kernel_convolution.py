@@ -171,6 +171,8 @@ class Poisoned:
 
     def empty(self, like: Tensor, *size, **options) -> Tensor:
         shape = torch.empty(*size, device="meta").shape
+        if not like.is_floating_point():  # of the interpreter itself
+            return self.ordinary(like, *size, **options)
         wide = self.ordinary(like, shape.numel() + 2000, **options).fill_(float("nan"))
         self.made.append(wide)
         return wide[1000:-1000].view(shape)

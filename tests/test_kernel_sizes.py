@@ -9,9 +9,9 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from eachgrad.kernels import convolution, gram, joined, many, norm_sums, positions, signals, squares_and_mean
+from eachgrad.kernels import convolution, entropy, gram, joined, many, norm_sums, positions, signals, squares_and_mean
 
-MODULES = (convolution, gram, joined, many, norm_sums, positions, signals, squares_and_mean)
+MODULES = (convolution, entropy, gram, joined, many, norm_sums, positions, signals, squares_and_mean)
 B, T, n = 17, 40, 24
 WINDOW = ([3, 3], [1, 1], [1, 1], [1, 1])
 half = torch.bfloat16
@@ -30,8 +30,13 @@ ASKED = {
     "conv_squares": (lambda x, g: ops.conv_squares(x, g, *WINDOW), maps),
     "conv_gradients": (lambda x, g: ops.conv_gradients(x, g, *WINDOW), maps),
     "conv_sum": (lambda x, g: ops.conv_sum(x, g, *WINDOW), maps),
+    "entropy_gradient": (
+        lambda logits, g, target: ops.entropy_gradient(logits, ops.log_sums(logits), g, target, -100),
+        lambda: [torch.empty(B, 13), torch.empty(B), torch.empty(B, dtype=torch.int64)],
+    ),
     "gram_norms": (ops.gram_norms, lambda: rows(2)),
     "joined": (lambda *parts: ops.joined([*parts]), lambda: [torch.empty(B, k) for k in (3, 5)]),
+    "log_sums": (ops.log_sums, lambda: [torch.empty(B, 13)]),
     "norm_sums": (
         lambda g, x, mean, scale: ops.norm_sums(g, [x], mean, scale, 2),
         lambda: [*rows(2), torch.empty(B, T, 1), torch.empty(B, T, 1)],

@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map_only
 
 from eachgrad import plan
+from eachgrad.kernels import entropy  # noqa: F401  (its ops)
 from eachgrad.tidy import loosen
 
 aten = torch.ops.aten
@@ -26,10 +27,11 @@ _PRODUCTS = {aten.mm.default, aten.mm.dtype, aten.bmm.default, aten.bmm.dtype}
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 _TURNS = {aten.t.default, aten.transpose.int, aten.permute.default}
 _SAME = {*_VIEWS, aten.expand.default, aten.detach.default}
+_FILLED = {torch.ops.eachgrad.entropy_gradient.default}  # their rows end with zeros, which are cut off
 
 
 def is_slow(value: Tensor) -> bool:
-    """Whether a product with this matrix is slow unless its rows are a multiple of sixteen bytes long."""
+    """Whether a product with this matrix is slow unless its rows are a multiple of sixteen bytes long, and as far apart."""
     return value.is_cuda and value.dtype in (torch.float16, torch.bfloat16) and value.numel() >= LARGE
 
 
@@ -66,7 +68,7 @@ def _odd(operand: Any, slow: Callable[[Tensor], bool]) -> Iterator[int]:
     value = operand.meta.get("val") if isinstance(operand, Node) else None
     if isinstance(value, Tensor) and slow(value):
         dim = _rows(value)
-        if dim is not None and value.stride(-3 - dim) % plan.ALIGNED:
+        if dim is not None and (value.stride(-3 - dim) % plan.ALIGNED or value.shape[dim] % plan.ALIGNED):
             yield dim
 
 
@@ -117,6 +119,8 @@ class _Padding:
         if source is not None and node.target in _VIEWS and dim == -1 and _ends_alike(source, node):
             size = value.shape[-1] + -value.shape[-1] % plan.ALIGNED
             return self._again(node, self.padded(source, -1), [*value.shape[:-1], size])
+        if source is not None and node.target is aten.slice.Tensor and source.target in _FILLED and dim == -1:
+            return source
         shape = list(value.shape)
         shape[dim] = -shape[dim] % plan.ALIGNED
         # The compiler writes what it computes straight into its part of a concatenation, in the kernel where it is

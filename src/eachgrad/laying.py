@@ -17,6 +17,8 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from eachgrad.alignment import align
 from eachgrad.channels import channels_last
+from eachgrad.entropy import entropies
+from eachgrad.tidy import loosen
 
 aten = torch.ops.aten
 
@@ -36,13 +38,20 @@ class _Unfit(Exception):
 
 
 def laid_out(traced: GraphModule) -> Graph:
-    """The graph with its matrices aligned and the channels of its maps last, if it gains by that."""
+    """The graph with its matrices aligned and the channels of its maps last, if it gains by that.
+
+    The gradients of large cross entropies are aligned where they are computed.
+    """
     graph = copy.deepcopy(traced.graph)
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, Tensor):
             node.meta["stride"] = value.stride()
-    if not align(graph) + channels_last(graph):
+    found = entropies(graph)
+    if found:
+        loosen(graph)
+        _propagate(traced, graph)
+    if not found + align(graph) + channels_last(graph):
         return traced.graph
     try:
         _restore(traced, graph)
@@ -53,14 +62,19 @@ def laid_out(traced: GraphModule) -> Graph:
 
 def _restore(traced: GraphModule, graph: Graph) -> None:
     """Before each op that may care, put what it reads back to where it lay."""
-    given = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
-    mode = next(value.fake_mode for value in given if isinstance(value, FakeTensor))
-    FakeTensorProp(GraphModule(traced, graph), mode=mode).propagate_dont_convert_inputs(*given)
+    _propagate(traced, graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and not _is_indifferent(node.target):
             for a in node.all_input_nodes:
                 if _has_moved(a):
                     node.replace_input_with(a, _put_back(graph, node, a))
+
+
+def _propagate(traced: GraphModule, graph: Graph) -> None:
+    """Note how everything lies now."""
+    given = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+    mode = next(value.fake_mode for value in given if isinstance(value, FakeTensor))
+    FakeTensorProp(GraphModule(traced, graph), mode=mode).propagate_dont_convert_inputs(*given)
 
 
 def _is_indifferent(target: Any) -> bool:

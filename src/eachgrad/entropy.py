@@ -1,0 +1,146 @@
+"""Cross entropies over many classes in a traced graph, by kernels of their own.
+
+Torch has the logarithms of all chances in float32, and their gradient, and the logits' as often again. Here a row of logits
+has two numbers, its largest and the logarithm of its sum, and the gradient is computed from these in the logits' dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_map_only
+
+from eachgrad.kernels import entropy  # noqa: F401  (its ops)
+from eachgrad.tidy import narrower
+
+aten, ops = torch.ops.aten, torch.ops.eachgrad
+
+CLASSES = 4096  # from which on a row is worth a program of its own
+_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+
+
+def is_large(logits: Tensor) -> bool:
+    """Whether the kernels are faster; decided by the classes, which are as many for any number of samples."""
+    return logits.is_cuda and logits.shape[1] >= CLASSES
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """The nodes of one cross entropy, with a loss for each row."""
+
+    logs: Node  # log_softmax of the logits
+    losses: Node
+    target: Node
+    ignored: int
+    gradients: list[tuple[Node, Node]]  # of the losses and, for these, of the logits
+
+
+def entropies(graph: Graph, large: Callable[[Tensor], bool] = is_large) -> int:
+    """Rewrite the cross entropies of a graph that does not write into tensors; how many there were."""
+    found = [_loss_of(node, large) for node in graph.nodes if node.target is aten._log_softmax.default]
+    losses = [loss for loss in found if loss is not None]
+    for loss in losses:
+        _rewrite(graph, loss)
+    if losses:
+        graph.eliminate_dead_code()
+    return len(losses)
+
+
+def _loss_of(logs: Node, large: Callable[[Tensor], bool]) -> _Loss | None:
+    """The cross entropy that a log_softmax is for, and nothing else; None if there is none."""
+    logits, dim = cast(Node, logs.args[0]), logs.args[1]
+    value = logits.meta["val"]
+    if value.ndim != 2 or dim not in (1, -1) or logs.args[2] or value.dtype != torch.float32 or not large(value):
+        return None
+    (forward, *more), seeds, gradients = _users(logs)
+    if forward is None or more or not gradients or len(seeds) != len(gradients):
+        return None
+    _, target, weight, reduction, ignored = forward.args
+    others = [user for user in forward.users if user.args[1] != 0]
+    read = {user for other in others for user in other.users}  # the total weight
+    if weight is not None or reduction != 0 or target.meta["val"].dtype != torch.int64 or not read <= set(seeds):
+        return None
+    losses = [user for user in forward.users if user.args[1] == 0]
+    pairs = []
+    for gradient in gradients:
+        seed = cast(Node, gradient.args[0])
+        same = seed in seeds and seed.args[2:6] == (target, None, 0, ignored) and set(seed.users) == {gradient}
+        if not same or gradient.args[2] not in (1, -1):
+            return None
+        pairs.append((cast(Node, seed.args[0]), gradient))
+    return _Loss(logs, losses[0], target, cast(int, ignored), pairs) if len(losses) == 1 else None
+
+
+def _users(logs: Node) -> tuple[list[Any], list[Node], list[Node]]:
+    """The losses of a log_softmax, the gradients of it, and of what it is the log_softmax of; no losses if it has others."""
+    known: dict[Any, list[Node]] = {
+        aten.nll_loss_forward.default: [], aten.nll_loss_backward.default: [], aten._log_softmax_backward_data.default: [],
+    }  # fmt: skip
+    for user in logs.users:
+        if user.target not in known:
+            return [None], [], []
+        known[user.target].append(user)
+    forward, seeds, gradients = known.values()
+    return forward or [None], seeds, gradients
+
+
+def _rewrite(graph: Graph, loss: _Loss) -> None:
+    wide = cast(Node, loss.logs.args[0])
+    logits = narrower(graph, wide) or wide
+    at = _Calls(graph, loss.losses)
+    sums = at(ops.log_sums.default, logits)
+    most, logs = at(aten.select.int, sums, 0, 0), at(aten.select.int, sums, 0, 1)
+    left_out = at(aten.eq.Scalar, loss.target, loss.ignored)
+    zero = at(aten.zeros_like.default, loss.target)
+    known = at(aten.unsqueeze.default, at(aten.where.self, left_out, zero, loss.target), 1)
+    picked = at(aten.squeeze.dim, at(aten.gather.default, logits, 1, known), 1)
+    if picked.meta["val"].dtype != torch.float32:
+        picked = at(aten._to_copy.default, picked, dtype=torch.float32)
+    losses = at(aten.sub.Tensor, logs, at(aten.sub.Tensor, picked, most))
+    losses = at(aten.where.self, left_out, at(aten.zeros_like.default, losses), losses)
+    loss.losses.replace_all_uses_with(losses)
+    for g, gradient in loss.gradients:
+        at = _Calls(graph, gradient)
+        made = at(ops.entropy_gradient.default, logits, sums, g, loss.target, loss.ignored)
+        if made.meta["val"].shape != gradient.meta["val"].shape:
+            made = at(aten.slice.Tensor, made, 1, 0, gradient.meta["val"].shape[1])
+        made.meta["stride"] = gradient.meta["val"].stride()  # as it lay
+        _replace(at, gradient, made)
+
+
+def _replace(at: _Calls, wide: Node, made: Node) -> None:
+    """Let `made` be read for a gradient in float32: as it is, where that is cast to its dtype."""
+    dtype = made.meta["val"].dtype
+    if dtype == torch.float32:
+        wide.replace_all_uses_with(made)
+        return
+    for user in list(wide.users):
+        if user.target in _VIEWS:
+            seen, casts = user, list(user.users)
+        else:
+            seen, casts = wide, [user]
+        if any(c.target is not aten._to_copy.default or c.meta["val"].dtype != dtype for c in casts):
+            user.replace_input_with(wide, at(aten._to_copy.default, made, dtype=torch.float32))
+            continue
+        narrow = made if seen is wide else at(aten.reshape.default, made, seen.args[1])
+        for c in casts:
+            c.replace_all_uses_with(narrow)
+
+
+class _Calls:
+    """New nodes, one after another, before a place, with what is known of their tensors."""
+
+    def __init__(self, graph: Graph, before: Node):
+        self.graph, self.before = graph, before
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        with self.graph.inserting_before(self.before):
+            node = self.graph.call_function(target, args, kwargs)
+        given = tree_map_only(Node, lambda a: a.meta["val"], args)
+        node.meta["val"] = target(*given, **kwargs)
+        return node

@@ -1,0 +1,116 @@
+"""log_sums and entropy_gradient: a cross entropy over many classes, and its gradient, from logits in their own dtype.
+
+A compiler fuses both into one kernel, and one that copies the gradient, since products are slow with rows that are no
+multiple of sixteen bytes: 4.2 ms for the 16,384 rows of GPT-2's 50,257 tokens on an H200. Logits and gradient are 1.6 GB
+each: to read the first twice and write the second, with zeros after the end of a row, takes 1.3.
+The Triton code is apart, as triton is there only where a GPU is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from eachgrad import plan
+from eachgrad.kernels.library import library
+from eachgrad.kernels.positions import DTYPES
+
+# Of twelve on an H200 the fastest for 16,384 rows of 50,257 classes: 0.42 and 0.86 ms.
+COLUMNS, WARPS, GRADIENT_WARPS = 4096, 4, 16
+
+
+def _check(logits: Tensor, *rows: Tensor) -> None:
+    if logits.dtype not in DTYPES:
+        raise TypeError(f"logits are {', '.join(map(str, DTYPES))}, not {logits.dtype}")
+    if logits.ndim != 2:
+        raise ValueError(f"logits are (rows, classes), not {tuple(logits.shape)}")
+    for t in rows:
+        if t.shape[-1:] != logits.shape[:1]:
+            raise ValueError(f"{tuple(t.shape)} is not one for each of {len(logits)} rows")
+
+
+def _gradient_like(logits: Tensor) -> Tensor:
+    """Room for a gradient, with rows that are a multiple of sixteen bytes."""
+    n, classes = logits.shape
+    return logits.new_empty((n, -(-classes // plan.ALIGNED) * plan.ALIGNED))
+
+
+def _rows(logits: Tensor) -> tuple[Tensor, int, int]:
+    """The logits, one row after another; what rows begin at a multiple of, and the distance of two in that."""
+    logits = logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
+    unit = 1 if logits.stride(0) % plan.ALIGNED else plan.ALIGNED
+    return logits, unit, logits.stride(0) // unit
+
+
+def plain_sums(logits: Tensor) -> Tensor:
+    """The same in torch's own ops."""
+    _check(logits)
+    if not logits.numel():
+        return logits.new_empty((2, len(logits)), dtype=torch.float32)
+    wide = logits.to(torch.float32)
+    most = wide.amax(1)
+    return torch.stack([most, (wide - most[:, None]).exp().sum(1).log()])
+
+
+def launched_sums(logits: Tensor) -> Tensor:
+    """The same by the kernel."""
+    from eachgrad.kernels.triton_entropy import log_sums_kernel
+
+    _check(logits)
+    out = logits.new_empty((2, len(logits)), dtype=torch.float32)
+    given, unit, distance = _rows(logits)
+    if logits.numel():
+        cast(Any, log_sums_kernel)[(len(logits),)](
+            given, out, logits.shape[1], distance, UNIT=unit, COLUMNS=COLUMNS, num_warps=WARPS
+        )
+    return out
+
+
+def plain_gradient(logits: Tensor, sums: Tensor, g: Tensor, target: Tensor, ignored: int) -> Tensor:
+    """The same in torch's own ops."""
+    _check(logits, sums, g, target)
+    given = torch.where(target == ignored, 0.0, g)[:, None]
+    classes = torch.arange(logits.shape[1], device=logits.device)
+    chance = (logits.to(torch.float32) - sums[0, :, None] - sums[1, :, None]).exp()
+    out = _gradient_like(logits).zero_()
+    out[:, : logits.shape[1]] = chance * given - torch.where(classes == target[:, None], given, 0.0)
+    return out
+
+
+def launched_gradient(logits: Tensor, sums: Tensor, g: Tensor, target: Tensor, ignored: int) -> Tensor:
+    """The same by the kernel."""
+    from eachgrad.kernels.triton_entropy import entropy_gradient_kernel
+
+    _check(logits, sums, g, target)
+    out, (given, unit, distance) = _gradient_like(logits), _rows(logits)
+    if logits.numel():
+        cast(Any, entropy_gradient_kernel)[(len(logits),)](
+            given, sums.contiguous(), g.contiguous(), target.contiguous(), out, ignored, logits.shape[1], distance,
+            out.shape[1] // plan.ALIGNED, UNIT=unit, OUT=plan.ALIGNED, COLUMNS=COLUMNS, num_warps=GRADIENT_WARPS,
+        )  # fmt: skip
+    return out
+
+
+library.define("log_sums(Tensor logits) -> Tensor", tags=(torch.Tag.flexible_layout,))
+library.impl("log_sums", plain_sums, "CPU")
+library.impl("log_sums", launched_sums, "CUDA")
+library.define(
+    "entropy_gradient(Tensor logits, Tensor sums, Tensor g, Tensor target, int ignored) -> Tensor",
+    tags=(torch.Tag.flexible_layout,),
+)
+library.impl("entropy_gradient", plain_gradient, "CPU")
+library.impl("entropy_gradient", launched_gradient, "CUDA")
+
+
+@torch.library.register_fake("eachgrad::log_sums", lib=library)
+def _(logits: Tensor) -> Tensor:
+    _check(logits)
+    return logits.new_empty((2, logits.shape[0]), dtype=torch.float32)
+
+
+@torch.library.register_fake("eachgrad::entropy_gradient", lib=library)
+def _(logits: Tensor, sums: Tensor, g: Tensor, target: Tensor, ignored: int) -> Tensor:
+    _check(logits)
+    return _gradient_like(logits)

@@ -1,0 +1,155 @@
+"""Cross entropies of a traced graph, rewritten: the numbers stay, and what is none is left alone."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+import eachgrad
+from eachgrad import laying
+from eachgrad.alignment import align
+from eachgrad.entropy import entropies, is_large
+from eachgrad.tidy import merge
+
+B, T, d, CLASSES = 3, 5, 16, 13
+
+
+def losses_of(how: str, logits: Tensor, target: Tensor) -> Tensor:
+    """One loss for each row of (B T, classes), by cross entropies and by what only looks like one."""
+    match how:
+        case "ignore_index":
+            return F.cross_entropy(logits, target.where(target >= 0, 4), reduction="none", ignore_index=4)
+        case "smoothed":
+            return F.cross_entropy(logits, target, reduction="none", label_smoothing=0.1)
+        case "weighted":
+            return F.cross_entropy(logits, target, reduction="none", weight=torch.linspace(0.5, 2.0, CLASSES))
+        case "mean":
+            return F.cross_entropy(logits, target).expand(len(logits))
+        case "chances beside":
+            logs = F.log_softmax(logits, 1)
+            return F.nll_loss(logs, target, reduction="none") + 0.1 * logs.exp().square().sum(1)
+        case "columns":
+            return F.nll_loss(F.log_softmax(logits, 0), target, reduction="none")
+        case "twice":
+            return F.cross_entropy(logits, target, reduction="none") + F.cross_entropy(
+                2 * logits, target, reduction="none"
+            )
+        case "squared":
+            return F.cross_entropy(logits, target, reduction="none").square()
+    return F.cross_entropy(logits, target, reduction="none")
+
+
+REWRITTEN = {"plain": 1, "ignore_index": 1, "twice": 2, "squared": 1}
+LEFT = ["smoothed", "weighted", "mean", "chances beside", "columns"]
+
+
+def step(how: str, dtype: torch.dtype, x: Tensor, w: Tensor, target: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+    """The losses of samples, and the gradients of their weighted sum."""
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    logits = (x @ w.t()).view(-1, CLASSES).to(dtype)
+    losses = losses_of(how, logits, target.view(-1)).view(B, T).mean(1)
+    return losses.detach(), *torch.autograd.grad(losses, [x, w], c)
+
+
+def problem(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    target = torch.randint(CLASSES, (B, T))
+    target[0, 1], target[2] = -100, 4
+    return torch.randn(B, T, d).to(dtype), torch.randn(CLASSES, d).to(dtype), target, torch.rand(B) + 0.5
+
+
+def traced(how: str, dtype: torch.dtype, args: tuple[Tensor, ...]) -> GraphModule:
+    found = make_fx(partial(step, how, dtype), tracing_mode="fake")(*args)
+    merge(found.graph)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("how", [*REWRITTEN, *LEFT])
+def test_the_numbers_stay(how, dtype):
+    args = problem(dtype)
+    graph = traced(how, torch.float32, args)
+    want = graph(*args)
+    assert entropies(graph.graph, large=lambda _: True) == REWRITTEN.get(how, 0)
+    graph.graph.lint()
+    graph.recompile()
+    assert ("entropy_gradient" in graph.code) == (how in REWRITTEN)
+    assert ("log_softmax" in graph.code) == (how in LEFT)
+    slack = 1e-6 if dtype == torch.float32 else 2**-7
+    for a, b in zip(graph(*args), want, strict=True):
+        torch.testing.assert_close(a, b, rtol=slack, atol=slack * float(b.abs().max()))
+
+
+def test_the_gradient_is_padded_where_it_is_computed():
+    args = problem(torch.bfloat16)
+    graph = traced("plain", torch.float32, args)
+    want = graph(*args)
+    entropies(graph.graph, large=lambda _: True)
+    laying._propagate(graph, graph.graph)
+    assert align(graph.graph, slow=lambda value: value.dtype == torch.bfloat16)
+    graph.recompile()
+    assert graph.code.count("aten.cat") == 1  # the weight
+    for a, b in zip(graph(*args), want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-7 * float(b.abs().max()))
+
+
+def test_only_where_it_pays():
+    args = problem(torch.float32)
+    assert entropies(traced("plain", torch.float32, args).graph) == 0
+    assert not is_large(torch.empty(4, 1 << 16))  # not on a GPU
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(CLASSES, d), nn.Linear(d, d)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.linear(self.layer(self.table(ids)), self.table.weight)
+
+
+def token_losses(model: nn.Module, ids: Tensor, target: Tensor, half: bool) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        logits = model(ids)
+    wide = logits.float().view(-1, CLASSES)
+    return F.cross_entropy(wide, target.view(-1), reduction="none").view(ids.shape).sum(1)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("half", [False, True])
+def test_a_compiled_step(half, dynamic, monkeypatch, fresh_compiler):
+    """Tied to its head, a table has both terms from one gradient of the logits."""
+    counts: list[int] = []
+
+    def rewritten(graph):
+        counts.append(entropies(graph, large=lambda _: True))
+        return counts[-1]
+
+    monkeypatch.setattr(laying, "entropies", rewritten)
+    monkeypatch.setattr(laying, "align", partial(align, slow=lambda value: value.dtype == torch.bfloat16))
+    torch.manual_seed(0)
+    model = Tokens()
+    queries = {"grad": eachgrad.clipped_sum(0.7), "norms": eachgrad.norms()}
+    ask = eachgrad.compile(model, partial(token_losses, half=half), dynamic=dynamic, **queries)
+    for call in range(7):
+        n = 4 + call % 3 if dynamic else 4
+        ids, target = torch.randint(CLASSES, (n, T)), torch.randint(CLASSES, (n, T))
+        target[0, 2] = -100
+        found = ask(ids, target)
+        with eachgrad.record(model) as tape:
+            losses = token_losses(model, ids, target, half)
+        want = tape.ask(losses, **queries)
+        slack = 2e-2 if half else 1e-5
+        torch.testing.assert_close(found.losses, losses.detach(), rtol=slack, atol=slack)
+        torch.testing.assert_close(found.norms, want.norms, rtol=slack, atol=slack)
+        for name, g in want.grad.items():
+            torch.testing.assert_close(found.grad[name], g, rtol=slack, atol=slack * float(g.abs().max()))
+    assert not ask.reasons()
+    assert counts
+    assert set(counts) == {1}
