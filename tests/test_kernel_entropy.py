@@ -66,6 +66,16 @@ def test_torchs_own_ops(size, dtype):
         sums = torch.ops.eachgrad.log_sums(given)
         found = torch.ops.eachgrad.entropy_gradient(given, sums, g, target, IGNORED)
         check(logits, g, target, sums, found)
+    check(logits, g, target, sums, over(torch.ops.eachgrad.entropy_gradient_, logits, sums, g, target))
+
+
+def over(write, logits: Tensor, sums: Tensor, g: Tensor, target: Tensor) -> Tensor:
+    """The gradient that `write` puts where the logits are."""
+    rows, n = logits.shape
+    room = logits.new_full((rows, -(-n // 8) * 8), 7.0)
+    room[:, :n] = logits
+    write(room, sums, g, target, IGNORED, n)
+    return room
 
 
 def not_finite() -> Tensor:
@@ -94,6 +104,9 @@ def test_they_are_ops():
     torch.library.opcheck(torch.ops.eachgrad.log_sums.default, (logits,))
     sums = torch.ops.eachgrad.log_sums(logits)
     torch.library.opcheck(torch.ops.eachgrad.entropy_gradient.default, (logits, sums, g, target, IGNORED))
+    torch.library.opcheck(
+        torch.ops.eachgrad.entropy_gradient_.default, (torch.randn(4, 16), sums, g, target, IGNORED, 13)
+    )
 
 
 def test_others_are_refused():
@@ -106,6 +119,9 @@ def test_others_are_refused():
     for wrong in ((sums[:, 1:], g, target), (sums, g[1:], target), (sums, g, target[1:])):
         with pytest.raises(ValueError, match="not one for each of 4 rows"):
             torch.ops.eachgrad.entropy_gradient(logits, *wrong, IGNORED)
+    for rows in (logits, torch.randn(4, 24), torch.randn(4, 32)[:, :16]):
+        with pytest.raises(ValueError, match="no rows of 13 classes and nothing else"):
+            torch.ops.eachgrad.entropy_gradient_(rows, sums, g, target, IGNORED, 13)
 
 
 def interpreted() -> None:
@@ -121,6 +137,8 @@ def interpreted() -> None:
                     sums = kernel.launched_sums(given)
                     found = kernel.launched_gradient(given, sums, g, target, IGNORED)
                 check(logits, g, target, sums, found, bfloat16=2**-7)  # the interpreter cuts bits off
+            found = over(kernel.launched_over, logits, sums, g, target)
+            check(logits, g, target, sums, found, bfloat16=2**-7)
     logits, target = not_finite(), torch.tensor([3, IGNORED, 2, 1])
     sums = kernel.launched_sums(logits)
     check_not_finite(sums, kernel.launched_gradient(logits, sums, torch.ones(4), target, IGNORED))
@@ -140,6 +158,8 @@ def test_the_kernels_on_a_gpu(size, dtype):
         sums = torch.ops.eachgrad.log_sums(given)
         found = torch.ops.eachgrad.entropy_gradient(given, sums, g.cuda(), target.cuda(), IGNORED)
         check(logits, g, target, sums.cpu(), found.cpu())
+    found = over(torch.ops.eachgrad.entropy_gradient_, logits.cuda(), sums, g.cuda(), target.cuda())
+    check(logits, g, target, sums.cpu(), found.cpu())
     logits, target = not_finite().cuda(), torch.tensor([3, IGNORED, 2, 1]).cuda()
     sums = torch.ops.eachgrad.log_sums(logits)
     found = torch.ops.eachgrad.entropy_gradient(logits, sums, torch.ones(4).cuda(), target, IGNORED)

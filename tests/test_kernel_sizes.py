@@ -34,6 +34,10 @@ ASKED = {
         lambda logits, g, target: ops.entropy_gradient(logits, ops.log_sums(logits), g, target, -100),
         lambda: [torch.empty(B, 13), torch.empty(B), torch.empty(B, dtype=torch.int64)],
     ),
+    "entropy_gradient_": (
+        lambda rows, g, target: ops.entropy_gradient_(rows, ops.log_sums(rows[:, :13]), g, target, -100, 13),
+        lambda: [torch.empty(B, 16), torch.empty(B), torch.empty(B, dtype=torch.int64)],
+    ),
     "gram_norms": (ops.gram_norms, lambda: rows(2)),
     "joined": (lambda *parts: ops.joined([*parts]), lambda: [torch.empty(B, k) for k in (3, 5)]),
     "log_sums": (ops.log_sums, lambda: [torch.empty(B, 13)]),

@@ -37,17 +37,33 @@ def is_slow(value: Tensor) -> bool:
 
 def align(graph: Graph, slow: Callable[[Tensor], bool] = is_slow) -> int:
     """Rewrite the products of a traced graph whose operands are not aligned; how many there were."""
-    products = [node for node in graph.nodes if node.target in _PRODUCTS and any(_unaligned(node, slow))]
+    heads = _heads(graph, slow)
+    products = [n for n in graph.nodes if n.target in _PRODUCTS and (n in heads or any(_unaligned(n, slow)))]
     if not products:
         return 0
     loosen(graph)
     padding = _Padding(graph)
     for node in products:
-        dims = _unaligned(node, slow)
-        if any(dims):  # not so, if what it reads was padded meanwhile
-            padding.align(node, *dims)
+        left, right = _unaligned(node, slow)
+        if node in heads:
+            right.add(-1)
+        if left or right:  # not so, if what it reads was padded meanwhile
+            padding.align(node, left, right)
     graph.eliminate_dead_code()
     return len(products)
+
+
+def _heads(graph: Graph, slow: Callable[[Tensor], bool]) -> set[Node]:
+    """The products that are logits of cross entropies, in rows of other lengths: gradients are to be written over them."""
+    found = set[Node]()
+    for node in graph.nodes:
+        if node.target is torch.ops.eachgrad.log_sums.default:
+            logits = cast(Node, node.args[0])
+            while logits.target in _SAME and _ends_alike(logits, cast(Node, logits.args[0])):
+                logits = cast(Node, logits.args[0])
+            if logits.target in _PRODUCTS and slow(_value(logits)) and _value(logits).shape[-1] % plan.ALIGNED:
+                found.add(logits)
+    return found
 
 
 def _value(node: Node) -> Tensor:
@@ -98,6 +114,8 @@ class _Padding:
 
     def _call(self, after: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A new node, with what is known of its tensor."""
+        while after.op == "placeholder" and after.next.op == "placeholder":  # which all come first
+            after = after.next
         with self.graph.inserting_after(after):
             node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = target(*tree_map_only(Node, _value, args), **kwargs)

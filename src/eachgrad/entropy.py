@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map_only
 
+from eachgrad.alive import GIVEN, memory_of
 from eachgrad.kernels import entropy  # noqa: F401  (its ops)
 from eachgrad.tidy import narrower
 
@@ -49,6 +50,48 @@ def entropies(graph: Graph, large: Callable[[Tensor], bool] = is_large) -> int:
     if losses:
         graph.eliminate_dead_code()
     return len(losses)
+
+
+def write_over(graph: Graph) -> int:
+    """Let gradients be written over logits that nobody reads any more; how many.
+
+    Nothing may be moved in the graph after this: at that place are the logits before it, and the gradient after it.
+    """
+    made = [node for node in graph.nodes if node.target is ops.entropy_gradient.default]
+    return sum(_written_over(graph, node) for node in made)
+
+
+def _written_over(graph: Graph, made: Node) -> bool:
+    logits, *others = cast(tuple[Node, ...], made.args)
+    memory = memory_of(graph)
+    mine, like = memory[logits], made.meta["val"]
+    if mine.op in GIVEN or any(
+        user >= made for n in graph.nodes if memory[n] is mine for user in n.users if user is not made
+    ):
+        return False
+    rows = next(
+        (n for n in graph.nodes if memory[n] is mine and _is_whole(n.meta.get("val"), logits.meta["val"], like)), None
+    )
+    if rows is None or rows > made:
+        return False
+    with graph.inserting_before(made):
+        graph.call_function(ops.entropy_gradient_.default, (rows, *others, logits.meta["val"].shape[1]))
+    made.replace_all_uses_with(rows)
+    graph.erase_node(made)
+    return True
+
+
+def _is_whole(value: Any, logits: Tensor, like: Tensor) -> bool:
+    """Whether a tensor is the logits with what comes after the end of each row, as the gradient has it."""
+    if not isinstance(value, Tensor) or value.dtype != like.dtype or value.shape != like.shape:
+        return False
+    same = value.untyped_storage()._cdata == logits.untyped_storage()._cdata
+    return (
+        same
+        and value.is_contiguous()
+        and value.storage_offset() == logits.storage_offset()
+        and (logits.stride() == value.stride())
+    )
 
 
 def _loss_of(logs: Node, large: Callable[[Tensor], bool]) -> _Loss | None:

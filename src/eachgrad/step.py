@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from eachgrad.chains import spread
+from eachgrad.entropy import write_over
 from eachgrad.functions import without_autocast
 from eachgrad.kernels.signals import Slot
 from eachgrad.laying import laid_out
@@ -132,6 +133,7 @@ def _tidied(traced: GraphModule, options: dict[str, Any], share: float) -> dict[
             recompute(traced.graph, turn_of(traced.graph), share=share)
             traced.graph = laid_out(traced)
             soon(traced.graph, turn_of(traced.graph))
+            write_over(traced.graph)  # last: whatever moves nodes takes a graph that does not write
             options = in_order(options)
     traced.recompile()
     return options

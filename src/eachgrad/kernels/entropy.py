@@ -81,16 +81,39 @@ def plain_gradient(logits: Tensor, sums: Tensor, g: Tensor, target: Tensor, igno
 
 def launched_gradient(logits: Tensor, sums: Tensor, g: Tensor, target: Tensor, ignored: int) -> Tensor:
     """The same by the kernel."""
+    _check(logits, sums, g, target)
+    return _launched(logits, sums, g, target, ignored, _gradient_like(logits))
+
+
+def _launched(logits: Tensor, sums: Tensor, g: Tensor, target: Tensor, ignored: int, out: Tensor) -> Tensor:
     from eachgrad.kernels.triton_entropy import entropy_gradient_kernel
 
-    _check(logits, sums, g, target)
-    out, (given, unit, distance) = _gradient_like(logits), _rows(logits)
+    given, unit, distance = _rows(logits)
     if logits.numel():
         cast(Any, entropy_gradient_kernel)[(len(logits),)](
             given, sums.contiguous(), g.contiguous(), target.contiguous(), out, ignored, logits.shape[1], distance,
             out.shape[1] // plan.ALIGNED, UNIT=unit, OUT=plan.ALIGNED, COLUMNS=COLUMNS, num_warps=GRADIENT_WARPS,
         )  # fmt: skip
     return out
+
+
+def _logits_in(out: Tensor, classes: int) -> Tensor:
+    """The logits in rows that the gradient is to be written over."""
+    if not out.is_contiguous() or out.shape[1] != -(-classes // plan.ALIGNED) * plan.ALIGNED:
+        raise ValueError(f"{tuple(out.shape)} {out.stride()} are no rows of {classes} classes and nothing else")
+    return out[:, :classes]
+
+
+def plain_over(out: Tensor, sums: Tensor, g: Tensor, target: Tensor, ignored: int, classes: int) -> None:
+    """The same in torch's own ops, written over the logits."""
+    out.copy_(plain_gradient(_logits_in(out, classes), sums, g, target, ignored))
+
+
+def launched_over(out: Tensor, sums: Tensor, g: Tensor, target: Tensor, ignored: int, classes: int) -> None:
+    """The same by the kernel, which has read what it writes over."""
+    logits = _logits_in(out, classes)
+    _check(logits, sums, g, target)
+    _launched(logits, sums, g, target, ignored, out)
 
 
 library.define("log_sums(Tensor logits) -> Tensor", tags=(torch.Tag.flexible_layout,))
@@ -102,6 +125,12 @@ library.define(
 )
 library.impl("entropy_gradient", plain_gradient, "CPU")
 library.impl("entropy_gradient", launched_gradient, "CUDA")
+library.define(
+    "entropy_gradient_(Tensor(a!) rows, Tensor sums, Tensor g, Tensor target, int ignored, int classes) -> ()",
+    tags=(torch.Tag.flexible_layout,),
+)
+library.impl("entropy_gradient_", plain_over, "CPU")
+library.impl("entropy_gradient_", launched_over, "CUDA")
 
 
 @torch.library.register_fake("eachgrad::log_sums", lib=library)
@@ -114,3 +143,8 @@ def _(logits: Tensor) -> Tensor:
 def _(logits: Tensor, sums: Tensor, g: Tensor, target: Tensor, ignored: int) -> Tensor:
     _check(logits)
     return _gradient_like(logits)
+
+
+@torch.library.register_fake("eachgrad::entropy_gradient_", lib=library)
+def _(out: Tensor, sums: Tensor, g: Tensor, target: Tensor, ignored: int, classes: int) -> None:
+    _check(_logits_in(out, classes))
