@@ -113,6 +113,7 @@ class Forward:
     queries: Mapping[str, Query]
     gm: GraphModule
     names: list[str | None] = field(default_factory=list)  # of each argument that is a parameter
+    held: list[int] = field(default_factory=list)  # the places of these
     given: frozenset[int] = frozenset()  # arguments that are tensors of the batch
     inputs: set[int] = field(default_factory=set)  # those of them that hold samples
     weighted: int | None = None  # the one that has the losses' weights, where batches are filled up
@@ -132,6 +133,7 @@ class Forward:
             self.weighted = next(k for k, a in enumerate(args) if a is filled.weights)
         known = {id(p): name for name, p in named_trainable(self.model).items()}
         self.names = [known.get(id(a)) for a in args]
+        self.held = [k for k, name in enumerate(self.names) if name is not None]
         batch = given.batch if filled is None else filled.batch
         self.inputs = {k for k in _places(args, batch) if args[k].ndim > dim and args[k].shape[dim] == B}
         self.sampled = dict.fromkeys(sorted(self.inputs), dim) | ({} if self.weighted is None else {self.weighted: 0})

@@ -207,7 +207,7 @@ class Replay:
 
     def _ready(self, args: Sequence[Any]) -> bool:
         """Whether there is a graph for these arguments, now."""
-        if self.found is not None and all(args[k].data_ptr() == place for k, place in self.addresses.items()):
+        if self.found is not None and [args[k].data_ptr() for k in self.addresses] == [*self.addresses.values()]:
             return True
         if not self.reason:
             self._capture(args)

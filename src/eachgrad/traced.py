@@ -6,6 +6,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +49,7 @@ class Graph:
     plan: Plan | None = None  # where the samples lie, as it was measured last
     step: dict[Any, Step] = field(default_factory=dict)  # compiled, by the state of autocast
     held: list[Tensor] = field(default_factory=list)  # the parameters that are compiled into it
+    kinds: list[str] = field(default_factory=list)  # of the devices that its tensors are on, once it has run
     fresh: Step | None = None  # whose answer is to be compared with the eager one
     traced: dict[int, Traced] = field(
         default_factory=dict
@@ -129,10 +131,11 @@ class Graph:
 
     def _run_step(self, args: tuple, given: Given) -> tuple[Tensor, ...] | None:
         """Losses and answers by the compiled step; None where there is none, or where it has a doubt."""
-        kinds = {a.device.type for a in args if isinstance(a, Tensor)}
-        key = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds))
-        held = [a for a, name in zip(args, self.forward.names, strict=True) if name is not None]
-        if len(held) != len(self.held) or any(a is not b for a, b in zip(held, self.held, strict=True)):
+        if not self.kinds:  # the front end has another graph for other devices
+            self.kinds = sorted({a.device.type for a in args if isinstance(a, Tensor)})
+        key = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in self.kinds)
+        held = [args[k] for k in self.forward.held]
+        if len(held) != len(self.held) or not all(map(is_, held, self.held)):
             self.held = held
             self._forget()  # what is compiled has other parameters in it: one was replaced
         if any(p.requires_grad != trained for some in self.traced.values() for p, trained in some.unused):
