@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -511,3 +512,26 @@ def test_a_sample_that_is_not_finite_in_a_batch_that_is_filled_up():
         assert_same(found.grad, want.grad, 1e-10)
         assert not bool(found.norms[k % 3].isfinite())
         assert_same({"norms": found.norms[without]}, {"norms": want.norms}, 1e-10)
+
+
+def test_autocast_in_the_loss_function_alone():
+    """Compiled, the logarithms are not rounded in between: half a percent from the eager numbers, and none of it wrong."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(41, 16), nn.Linear(16, 41)).float()
+
+    def losses(model, x, y):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(x).flatten(0, 1)
+        return F.nll_loss(F.log_softmax(logits, 1), y.flatten(), reduction="none").view(x.shape).mean(1)
+
+    ask = eachgrad.compile(model, losses, grad=eachgrad.clipped_sum(1.0))
+    for _ in range(4):
+        x, y = torch.randint(41, (6, 8)), torch.randint(41, (6, 8))
+        found = ask(x, y).grad
+    assert ask.reasons() == []
+    assert ask.graphs[0].step
+    exact = copy.deepcopy(model).double()
+    with eachgrad.record(exact) as tape:
+        wide = F.cross_entropy(exact(x).flatten(0, 1), y.flatten(), reduction="none").view(x.shape).mean(1)
+    for name, want in tape.backward(wide).clipped_sum(1.0).items():
+        torch.testing.assert_close(found[name].double(), want, rtol=0.0, atol=2e-2 * float(want.abs().max()))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.fx import Graph
 from torch.utils._pytree import tree_leaves
 
 from eachgrad.queries import Answer
@@ -15,11 +16,13 @@ from eachgrad.queries import Answer
 CLOSE, ROUGH = 1e-3, 0.5
 
 
-def is_rough(args: tuple) -> bool:
-    """Whether numbers of few bits are multiplied in a step with these arguments."""
+def is_rough(args: tuple, graph: Graph) -> bool:
+    """Whether numbers of few bits are multiplied in a step with these arguments, traced to this graph."""
     tensors = [a for a in args if isinstance(a, Tensor)]
     kinds = {a.device.type for a in tensors}
-    few = any(a.dtype in (torch.float16, torch.bfloat16) for a in tensors)
+    # Also in the middle of it: autocast may be on in the loss function alone.
+    made = [node.meta.get("val") for node in graph.nodes]
+    few = any(isinstance(a, Tensor) and a.dtype in (torch.float16, torch.bfloat16) for a in (*tensors, *made))
     tf32 = "cuda" in kinds and torch.get_float32_matmul_precision() != "highest"
     return few or tf32 or any(torch.is_autocast_enabled(kind) for kind in kinds)
 

@@ -114,7 +114,8 @@ class Graph:
             except NotAlike as error:
                 self.owner.part(str(error), self.counts)
                 return wanted
-        far = "" if random else difference(answer, wanted, is_rough(args))
+        rough = any(is_rough(args, some.gm.graph) for some in self.traced.values())
+        far = "" if random else difference(answer, wanted, rough)
         if not far:
             step.checked.add(given.kind)
             return answer
