@@ -110,6 +110,32 @@ def test_the_gradient_is_padded_and_lies_where_the_logits_were(how, dtype):
         torch.testing.assert_close(a, b, rtol=slack, atol=slack * float(b.abs().max()))
 
 
+def cast_step(when: str, x: Tensor, w: Tensor, target: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    logits = (x @ w.t()).view(-1, CLASSES)
+    logs = F.log_softmax(logits.float() if when == "before" else logits, 1)
+    logs = logs.float() if when == "after" else logs
+    losses = F.nll_loss(logs, target.view(-1), reduction="none").view(B, T).mean(1)
+    return losses.detach(), *torch.autograd.grad(losses, [x, w], c.to(losses.dtype))
+
+
+@pytest.mark.parametrize("when", ["before", "after", "never"])
+def test_wherever_it_is_cast(when):
+    """Autocast makes float32 of logits on a CPU, and of their logarithms on a GPU."""
+    args = problem(torch.bfloat16)
+    graph = make_fx(partial(cast_step, when), tracing_mode="fake")(*args)
+    merge(graph.graph)
+    before = graph(*args)
+    exact = cast_step("never", *(t.double() if t.is_floating_point() else t for t in args))
+    assert entropies(graph.graph, large=lambda _: True) == 1
+    graph.graph.lint()
+    graph.recompile()
+    assert "log_softmax" not in graph.code
+    for a, b, want in zip(graph(*args), before, exact, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a.double(), want, rtol=2**-7, atol=2**-7 * float(want.abs().max()))
+
+
 def test_only_where_it_pays():
     args = problem(torch.float32)
     assert entropies(traced("plain", torch.float32, args).graph) == 0

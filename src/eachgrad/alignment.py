@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map_only
 
 from eachgrad import plan
-from eachgrad.kernels import entropy  # noqa: F401  (its ops)
+from eachgrad.kernels import entropy  # noqa: F401  (its op)
 from eachgrad.tidy import loosen
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map_only
 
 from eachgrad.alive import GIVEN, memory_of
-from eachgrad.kernels import entropy  # noqa: F401  (its ops)
+from eachgrad.kernels.entropy import DTYPES
 from eachgrad.tidy import narrower
 
 aten, ops = torch.ops.aten, torch.ops.eachgrad
@@ -96,40 +96,37 @@ def _is_whole(value: Any, logits: Tensor, like: Tensor) -> bool:
 
 def _loss_of(logs: Node, large: Callable[[Tensor], bool]) -> _Loss | None:
     """The cross entropy that a log_softmax is for, and nothing else; None if there is none."""
-    logits, dim = cast(Node, logs.args[0]), logs.args[1]
-    value = logits.meta["val"]
-    if value.ndim != 2 or dim not in (1, -1) or logs.args[2] or value.dtype != torch.float32 or not large(value):
+    value = cast(Node, logs.args[0]).meta["val"]
+    if value.ndim != 2 or logs.args[1] not in (1, -1) or value.dtype not in DTYPES or not large(value):
         return None
-    (forward, *more), seeds, gradients = _users(logs)
-    if forward is None or more or not gradients or len(seeds) != len(gradients):
+    # Autocast has them in sixteen bits, or in float32, or casts them in between.
+    casts = [user for user in logs.users if user.target is aten._to_copy.default]
+    every = {user for node in (logs, *casts) for user in node.users} - set(casts)
+    forward, seeds, gradients = ([u for u in every if u.target is op] for op in (_LOSS, _SEED, _GRADIENT))
+    if len(forward) != 1 or not gradients or len(every) != 1 + len(seeds) + len(gradients):
         return None
-    _, target, weight, reduction, ignored = forward.args
-    others = [user for user in forward.users if user.args[1] != 0]
-    read = {user for other in others for user in other.users}  # the total weight
+    _, target, weight, reduction, ignored = cast(Any, forward[0].args)
+    losses = [user for user in forward[0].users if user.args[1] == 0]
+    read = {user for other in forward[0].users if other.args[1] != 0 for user in other.users}  # the total weight
     if weight is not None or reduction != 0 or target.meta["val"].dtype != torch.int64 or not read <= set(seeds):
         return None
-    losses = [user for user in forward.users if user.args[1] == 0]
     pairs = []
     for gradient in gradients:
         seed = cast(Node, gradient.args[0])
-        same = seed in seeds and seed.args[2:6] == (target, None, 0, ignored) and set(seed.users) == {gradient}
-        if not same or gradient.args[2] not in (1, -1):
+        while seed.target is aten._to_copy.default and len(seed.users) == 1:
+            seed = cast(Node, seed.args[0])
+        same = seed in seeds and seed.args[2:6] == (target, None, 0, ignored) and len(seed.users) == 1
+        if not same or gradient.args[1] is not logs or gradient.args[2] not in (1, -1):
             return None
         pairs.append((cast(Node, seed.args[0]), gradient))
-    return _Loss(logs, losses[0], target, cast(int, ignored), pairs) if len(losses) == 1 else None
+    if len(losses) != 1 or len(pairs) != len(seeds):
+        return None
+    return _Loss(logs, losses[0], target, ignored, pairs)
 
 
-def _users(logs: Node) -> tuple[list[Any], list[Node], list[Node]]:
-    """The losses of a log_softmax, the gradients of it, and of what it is the log_softmax of; no losses if it has others."""
-    known: dict[Any, list[Node]] = {
-        aten.nll_loss_forward.default: [], aten.nll_loss_backward.default: [], aten._log_softmax_backward_data.default: [],
-    }  # fmt: skip
-    for user in logs.users:
-        if user.target not in known:
-            return [None], [], []
-        known[user.target].append(user)
-    forward, seeds, gradients = known.values()
-    return forward or [None], seeds, gradients
+_LOSS, _SEED, _GRADIENT = (
+    aten.nll_loss_forward.default, aten.nll_loss_backward.default, aten._log_softmax_backward_data.default,
+)  # fmt: skip
 
 
 def _rewrite(graph: Graph, loss: _Loss) -> None:
@@ -141,12 +138,10 @@ def _rewrite(graph: Graph, loss: _Loss) -> None:
     left_out = at(aten.eq.Scalar, loss.target, loss.ignored)
     zero = at(aten.zeros_like.default, loss.target)
     known = at(aten.unsqueeze.default, at(aten.where.self, left_out, zero, loss.target), 1)
-    picked = at(aten.squeeze.dim, at(aten.gather.default, logits, 1, known), 1)
-    if picked.meta["val"].dtype != torch.float32:
-        picked = at(aten._to_copy.default, picked, dtype=torch.float32)
+    picked = at.cast(at(aten.squeeze.dim, at(aten.gather.default, logits, 1, known), 1), torch.float32)
     losses = at(aten.sub.Tensor, logs, at(aten.sub.Tensor, picked, most))
     losses = at(aten.where.self, left_out, at(aten.zeros_like.default, losses), losses)
-    loss.losses.replace_all_uses_with(losses)
+    loss.losses.replace_all_uses_with(at.cast(losses, loss.losses.meta["val"].dtype))
     for g, gradient in loss.gradients:
         at = _Calls(graph, gradient)
         made = at(ops.entropy_gradient.default, logits, sums, g, loss.target, loss.ignored)
@@ -157,9 +152,9 @@ def _rewrite(graph: Graph, loss: _Loss) -> None:
 
 
 def _replace(at: _Calls, wide: Node, made: Node) -> None:
-    """Let `made` be read for a gradient in float32: as it is, where that is cast to its dtype."""
+    """Let `made` be read for a gradient that may be wider: as it is, where that is cast to its dtype."""
     dtype = made.meta["val"].dtype
-    if dtype == torch.float32:
+    if dtype == wide.meta["val"].dtype:
         wide.replace_all_uses_with(made)
         return
     for user in list(wide.users):
@@ -168,7 +163,7 @@ def _replace(at: _Calls, wide: Node, made: Node) -> None:
         else:
             seen, casts = wide, [user]
         if any(c.target is not aten._to_copy.default or c.meta["val"].dtype != dtype for c in casts):
-            user.replace_input_with(wide, at(aten._to_copy.default, made, dtype=torch.float32))
+            user.replace_input_with(wide, at.cast(made, wide.meta["val"].dtype))
             continue
         narrow = made if seen is wide else at(aten.reshape.default, made, seen.args[1])
         for c in casts:
@@ -187,3 +182,6 @@ class _Calls:
         given = tree_map_only(Node, lambda a: a.meta["val"], args)
         node.meta["val"] = target(*given, **kwargs)
         return node
+
+    def cast(self, node: Node, dtype: torch.dtype) -> Node:
+        return node if node.meta["val"].dtype == dtype else self(aten._to_copy.default, node, dtype=dtype)
