@@ -201,12 +201,11 @@ def allocated() -> int:
 def facts(private: Private) -> Row:
     """What a run has drawn, and how its steps were answered."""
     ask, drawn = private.run.engine.ask, private.drawn
-    steps = [step for graph in ask.graphs for step in graph.step.values()]
     divided, fit = private.run.loader.divided, ask.sizes.fit
     filled = [sum(map(fit, some)) for some in drawn]
     return {
         "sizes": divided.sizes, "multiple": divided.multiple, "samples_a_step": statistics.mean(map(sum, drawn)),
-        "pieces_a_step": statistics.mean(map(len, drawn)), "graphs": len(ask.graphs), "compiled": len(steps),
+        "pieces_a_step": statistics.mean(map(len, drawn)), "graphs": len(ask.graphs), "compiled": len(private.steps()),
         "computed_a_step": statistics.mean(filled),
         "replayed": sum(one.found is not None for one in private.replays()), "reasons": ask.reasons(),
     }  # fmt: skip

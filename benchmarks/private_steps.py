@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 from eachgrad.private import make_private
 from eachgrad.replay import Replay
+from eachgrad.step import Step
 
 RATE = 1e-6  # small, so that every step is one of the same model
 BATCHES = 64  # of the data set
@@ -132,14 +133,14 @@ class Private:
         self._measured, self._usual = True, False
 
     def step(self) -> int:
-        before, graphs = self._calls(), self._captured()
+        before, known = self._calls(), self._known()
         batch = next(self.batches)
         self.run.step(batch)
         self.drawn.append(batch.sizes)
         after = self._calls()
         measured = any(measures(k) for key, last in after.items() for k in range(before.get(key, 0) + 1, last + 1))
-        # A size that is new is compared with the eager answer first, and has a CUDA graph when it comes next.
-        measured = measured or self._captured() != graphs
+        # A size that is new, filled up or not, is compared with the eager answer, and has a CUDA graph when it comes next.
+        measured = measured or self._known() != known
         self._usual, self._measured = not (measured or self._measured), measured
         return len(batch)
 
@@ -147,16 +148,21 @@ class Private:
         ask = self.run.engine.ask
         return {} if ask is None else {id(graph): graph.calls for graph in ask.graphs}
 
+    def steps(self) -> list[Step]:
+        """What is compiled."""
+        ask = self.run.engine.ask
+        return [] if ask is None else [step for graph in ask.graphs for step in graph.step.values()]
+
     def replays(self) -> list[Replay]:
         """What has a CUDA graph, or will have."""
-        ask = self.run.engine.ask
-        calls = [] if ask is None else [step.call for graph in ask.graphs for step in graph.step.values()]
+        calls = [step.call for step in self.steps()]
         each = [[call] if isinstance(call, Replay) else [*getattr(call, "each", {}).values()] for call in calls]
         return [one for some in each for one in some]
 
-    def _captured(self) -> dict[int, tuple[int, int]]:
-        """Which ones there are, and how often it was tried."""
-        return {id(one): (id(one.found), one.captures) for one in self.replays()}
+    def _known(self) -> tuple[dict[int, tuple[int, int]], int]:
+        """Which CUDA graphs there are, and how often each was tried; how many kinds of batches have been compared."""
+        graphs = {id(one): (id(one.found), one.captures) for one in self.replays()}
+        return graphs, sum(len(step.checked) for step in self.steps())
 
     def was_usual(self) -> bool:
         return self._usual
