@@ -14,6 +14,7 @@ SIZES = [(1, 1), (3, 5), (5, 4096), (4, 4097), (3, 8200), (0, 5)]  # rows, class
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 LAYOUTS = ("contiguous", "apart", "aligned", "transposed")
 IGNORED = -100
+TARGETS = [3, IGNORED, 2, 5000, -1, 1]  # of `not_finite`
 
 
 def laid(kind: str, t: Tensor) -> Tensor:
@@ -45,10 +46,8 @@ def check(logits: Tensor, g: Tensor, target: Tensor, sums: Tensor, found: Tensor
     exact = logits.double().requires_grad_()
     losses = F.cross_entropy(exact, target, reduction="none", ignore_index=IGNORED)
     (want,) = torch.autograd.grad(losses, exact, g.double())
-    counted = target != IGNORED
-    of_target = exact.detach().gather(1, target.clamp(min=0)[:, None])[:, 0]
-    ours = sums[1].double() - (of_target - sums[0].double())
-    torch.testing.assert_close(ours[counted], losses.detach()[counted], rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(sums[2].double(), losses.detach(), rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(sums[:2].sum(0).double(), exact.detach().logsumexp(1), rtol=1e-6, atol=2e-6)
     assert found.dtype == logits.dtype
     assert found.shape == (len(logits), -(-logits.shape[1] // 8) * 8)
     assert not found[:, logits.shape[1] :].any()
@@ -63,7 +62,7 @@ def test_torchs_own_ops(size, dtype):
     logits, g, target = problem(size, dtype)
     for kind in LAYOUTS:
         given = laid(kind, logits)
-        sums = torch.ops.eachgrad.log_sums(given)
+        sums = torch.ops.eachgrad.entropies(given, target, IGNORED)
         found = torch.ops.eachgrad.entropy_gradient(given, sums, g, target, IGNORED)
         check(logits, g, target, sums, found)
     check(logits, g, target, sums, over(torch.ops.eachgrad.entropy_gradient_, logits, sums, g, target))
@@ -79,8 +78,8 @@ def over(write, logits: Tensor, sums: Tensor, g: Tensor, target: Tensor) -> Tens
 
 
 def not_finite() -> Tensor:
-    """A NaN, an infinite class, all ruled out; and a row that is none of these."""
-    logits = torch.randn(4, 5000)
+    """A NaN, an infinite class, all ruled out, targets that are none; and a row that is none of these."""
+    logits = torch.randn(6, 5000)
     logits[0, 4500], logits[1, 7] = float("nan"), float("inf")
     logits[2] = -float("inf")
     return logits
@@ -88,21 +87,21 @@ def not_finite() -> Tensor:
 
 def check_not_finite(sums: Tensor, found: Tensor) -> None:
     """Whoever is ignored, too: torch's own derivative multiplies by zero."""
-    assert found[:3].isnan().any(1).all()
-    assert sums[1, :2].isnan().all()
-    assert found[3].isfinite().all()
+    assert found[:5].isnan().any(1).all()
+    assert sums[2].isnan().tolist() == [True, False, True, True, True, False]  # the second is ignored
+    assert found[5].isfinite().all()
 
 
 def test_what_is_not_finite_stays_in_its_row():
-    logits, target = not_finite(), torch.tensor([3, IGNORED, 2, 1])
-    sums = torch.ops.eachgrad.log_sums(logits)
-    check_not_finite(sums, torch.ops.eachgrad.entropy_gradient(logits, sums, torch.ones(4), target, IGNORED))
+    logits, target = not_finite(), torch.tensor(TARGETS)
+    sums = torch.ops.eachgrad.entropies(logits, target, IGNORED)
+    check_not_finite(sums, torch.ops.eachgrad.entropy_gradient(logits, sums, torch.ones(6), target, IGNORED))
 
 
 def test_they_are_ops():
     logits, g, target = problem((4, 13), torch.float32)
-    torch.library.opcheck(torch.ops.eachgrad.log_sums.default, (logits,))
-    sums = torch.ops.eachgrad.log_sums(logits)
+    torch.library.opcheck(torch.ops.eachgrad.entropies.default, (logits, target, IGNORED))
+    sums = torch.ops.eachgrad.entropies(logits, target, IGNORED)
     torch.library.opcheck(torch.ops.eachgrad.entropy_gradient.default, (logits, sums, g, target, IGNORED))
     torch.library.opcheck(
         torch.ops.eachgrad.entropy_gradient_.default, (torch.randn(4, 16), sums, g, target, IGNORED, 13)
@@ -112,10 +111,10 @@ def test_they_are_ops():
 def test_others_are_refused():
     logits, g, target = problem((4, 13), torch.float32)
     with pytest.raises(TypeError, match=r"not torch\.float64"):
-        torch.ops.eachgrad.log_sums(logits.double())
+        torch.ops.eachgrad.entropies(logits.double(), target, IGNORED)
     with pytest.raises(ValueError, match=r"\(rows, classes\), not \(2, 2, 13\)"):
-        torch.ops.eachgrad.log_sums(logits.view(2, 2, 13))
-    sums = torch.ops.eachgrad.log_sums(logits)
+        torch.ops.eachgrad.entropies(logits.view(2, 2, 13), target, IGNORED)
+    sums = torch.ops.eachgrad.entropies(logits, target, IGNORED)
     for wrong in ((sums[:, 1:], g, target), (sums, g[1:], target), (sums, g, target[1:])):
         with pytest.raises(ValueError, match="not one for each of 4 rows"):
             torch.ops.eachgrad.entropy_gradient(logits, *wrong, IGNORED)
@@ -134,14 +133,14 @@ def interpreted() -> None:
             for kind in LAYOUTS:
                 given = laid(kind, logits)
                 with Poisoned():
-                    sums = kernel.launched_sums(given)
+                    sums = kernel.launched(given, target, IGNORED)
                     found = kernel.launched_gradient(given, sums, g, target, IGNORED)
                 check(logits, g, target, sums, found, bfloat16=2**-7)  # the interpreter cuts bits off
             found = over(kernel.launched_over, logits, sums, g, target)
             check(logits, g, target, sums, found, bfloat16=2**-7)
-    logits, target = not_finite(), torch.tensor([3, IGNORED, 2, 1])
-    sums = kernel.launched_sums(logits)
-    check_not_finite(sums, kernel.launched_gradient(logits, sums, torch.ones(4), target, IGNORED))
+    logits, target = not_finite(), torch.tensor(TARGETS)
+    sums = kernel.launched(logits, target, IGNORED)
+    check_not_finite(sums, kernel.launched_gradient(logits, sums, torch.ones(6), target, IGNORED))
 
 
 def test_the_kernels_without_a_gpu():
@@ -155,12 +154,12 @@ def test_the_kernels_on_a_gpu(size, dtype):
     logits, g, target = problem(size, dtype)
     for kind in LAYOUTS:
         given = laid(kind, logits.cuda())
-        sums = torch.ops.eachgrad.log_sums(given)
+        sums = torch.ops.eachgrad.entropies(given, target.cuda(), IGNORED)
         found = torch.ops.eachgrad.entropy_gradient(given, sums, g.cuda(), target.cuda(), IGNORED)
         check(logits, g, target, sums.cpu(), found.cpu())
     found = over(torch.ops.eachgrad.entropy_gradient_, logits.cuda(), sums, g.cuda(), target.cuda())
     check(logits, g, target, sums.cpu(), found.cpu())
-    logits, target = not_finite().cuda(), torch.tensor([3, IGNORED, 2, 1]).cuda()
-    sums = torch.ops.eachgrad.log_sums(logits)
-    found = torch.ops.eachgrad.entropy_gradient(logits, sums, torch.ones(4).cuda(), target, IGNORED)
+    logits, target = not_finite().cuda(), torch.tensor(TARGETS).cuda()
+    sums = torch.ops.eachgrad.entropies(logits, target, IGNORED)
+    found = torch.ops.eachgrad.entropy_gradient(logits, sums, torch.ones(6).cuda(), target, IGNORED)
     check_not_finite(sums.cpu(), found.cpu())

@@ -31,16 +31,21 @@ ASKED = {
     "conv_gradients": (lambda x, g: ops.conv_gradients(x, g, *WINDOW), maps),
     "conv_sum": (lambda x, g: ops.conv_sum(x, g, *WINDOW), maps),
     "entropy_gradient": (
-        lambda logits, g, target: ops.entropy_gradient(logits, ops.log_sums(logits), g, target, -100),
+        lambda logits, g, target: ops.entropy_gradient(logits, ops.entropies(logits, target, -100), g, target, -100),
         lambda: [torch.empty(B, 13), torch.empty(B), torch.empty(B, dtype=torch.int64)],
     ),
     "entropy_gradient_": (
-        lambda rows, g, target: ops.entropy_gradient_(rows, ops.log_sums(rows[:, :13]), g, target, -100, 13),
+        lambda rows, g, target: ops.entropy_gradient_(
+            rows, ops.entropies(rows[:, :13], target, -100), g, target, -100, 13
+        ),
         lambda: [torch.empty(B, 16), torch.empty(B), torch.empty(B, dtype=torch.int64)],
     ),
     "gram_norms": (ops.gram_norms, lambda: rows(2)),
     "joined": (lambda *parts: ops.joined([*parts]), lambda: [torch.empty(B, k) for k in (3, 5)]),
-    "log_sums": (ops.log_sums, lambda: [torch.empty(B, 13)]),
+    "entropies": (
+        lambda logits, target: ops.entropies(logits, target, -100),
+        lambda: [torch.empty(B, 13), torch.empty(B, dtype=torch.int64)],
+    ),
     "norm_sums": (
         lambda g, x, mean, scale: ops.norm_sums(g, [x], mean, scale, 2),
         lambda: [*rows(2), torch.empty(B, T, 1), torch.empty(B, T, 1)],

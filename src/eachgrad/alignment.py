@@ -27,7 +27,8 @@ _PRODUCTS = {aten.mm.default, aten.mm.dtype, aten.bmm.default, aten.bmm.dtype}
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 _TURNS = {aten.t.default, aten.transpose.int, aten.permute.default}
 _SAME = {*_VIEWS, aten.expand.default, aten.detach.default}
-_FILLED = {torch.ops.eachgrad.entropy_gradient.default}  # their rows end with zeros, which are cut off
+
+FILLED = "filled"  # in the meta of a node that cuts zeros off the end of its source's rows, which are aligned with them
 
 
 def is_slow(value: Tensor) -> bool:
@@ -57,7 +58,7 @@ def _heads(graph: Graph, slow: Callable[[Tensor], bool]) -> set[Node]:
     """The products that are logits of cross entropies, in rows of other lengths: gradients are to be written over them."""
     found = set[Node]()
     for node in graph.nodes:
-        if node.target is torch.ops.eachgrad.log_sums.default:
+        if node.target is torch.ops.eachgrad.entropies.default:
             logits = cast(Node, node.args[0])
             while logits.target in _SAME and _ends_alike(logits, cast(Node, logits.args[0])):
                 logits = cast(Node, logits.args[0])
@@ -137,7 +138,7 @@ class _Padding:
         if source is not None and node.target in _VIEWS and dim == -1 and _ends_alike(source, node):
             size = value.shape[-1] + -value.shape[-1] % plan.ALIGNED
             return self._again(node, self.padded(source, -1), [*value.shape[:-1], size])
-        if source is not None and node.target is aten.slice.Tensor and source.target in _FILLED and dim == -1:
+        if source is not None and node.meta.get(FILLED) and dim == -1:
             return source
         shape = list(value.shape)
         shape[dim] = -shape[dim] % plan.ALIGNED

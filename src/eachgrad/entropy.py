@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map_only
 
+from eachgrad.alignment import FILLED
 from eachgrad.alive import GIVEN, memory_of
 from eachgrad.kernels.entropy import DTYPES
 from eachgrad.tidy import narrower
@@ -63,22 +64,23 @@ def write_over(graph: Graph) -> int:
 
 def _written_over(graph: Graph, made: Node) -> bool:
     logits, *others = cast(tuple[Node, ...], made.args)
-    memory = memory_of(graph)
-    mine, like = memory[logits], made.meta["val"]
-    if mine.op in GIVEN or any(
-        user >= made for n in graph.nodes if memory[n] is mine for user in n.users if user is not made
-    ):
+    memory, like = memory_of(graph), made.meta["val"]
+    mine = [node for node in graph.nodes if memory[node] is memory[logits]]
+    readers = {user for node in mine for user in node.users if memory[user] is not memory[logits]}
+    # A compiler may put off whatever it fuses, and read then what is there by then. It does not put these two off.
+    if memory[logits].op in GIVEN or any(r is not made and (r.target is not _LOSSES or r > made) for r in readers):
         return False
-    rows = next(
-        (n for n in graph.nodes if memory[n] is mine and _is_whole(n.meta.get("val"), logits.meta["val"], like)), None
-    )
-    if rows is None or rows > made:
+    rows = next((n for n in mine if n < made and _is_whole(n.meta.get("val"), logits.meta["val"], like)), None)
+    if rows is None or any(node > made for node in mine):
         return False
     with graph.inserting_before(made):
         graph.call_function(ops.entropy_gradient_.default, (rows, *others, logits.meta["val"].shape[1]))
     made.replace_all_uses_with(rows)
     graph.erase_node(made)
     return True
+
+
+_LOSSES = ops.entropies.default
 
 
 def _is_whole(value: Any, logits: Tensor, like: Tensor) -> bool:
@@ -133,20 +135,15 @@ def _rewrite(graph: Graph, loss: _Loss) -> None:
     wide = cast(Node, loss.logs.args[0])
     logits = narrower(graph, wide) or wide
     at = _Calls(graph, loss.losses)
-    sums = at(ops.log_sums.default, logits)
-    most, logs = at(aten.select.int, sums, 0, 0), at(aten.select.int, sums, 0, 1)
-    left_out = at(aten.eq.Scalar, loss.target, loss.ignored)
-    zero = at(aten.zeros_like.default, loss.target)
-    known = at(aten.unsqueeze.default, at(aten.where.self, left_out, zero, loss.target), 1)
-    picked = at.cast(at(aten.squeeze.dim, at(aten.gather.default, logits, 1, known), 1), torch.float32)
-    losses = at(aten.sub.Tensor, logs, at(aten.sub.Tensor, picked, most))
-    losses = at(aten.where.self, left_out, at(aten.zeros_like.default, losses), losses)
-    loss.losses.replace_all_uses_with(at.cast(losses, loss.losses.meta["val"].dtype))
+    sums = at(ops.entropies.default, logits, loss.target, loss.ignored)
+    losses = at.cast(at(aten.select.int, sums, 0, 2), loss.losses.meta["val"].dtype)
+    loss.losses.replace_all_uses_with(losses)
     for g, gradient in loss.gradients:
         at = _Calls(graph, gradient)
         made = at(ops.entropy_gradient.default, logits, sums, g, loss.target, loss.ignored)
         if made.meta["val"].shape != gradient.meta["val"].shape:
             made = at(aten.slice.Tensor, made, 1, 0, gradient.meta["val"].shape[1])
+            made.meta[FILLED] = True
         made.meta["stride"] = gradient.meta["val"].stride()  # as it lay
         _replace(at, gradient, made)
 

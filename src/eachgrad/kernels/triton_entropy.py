@@ -1,4 +1,4 @@
-"""The Triton code of `log_sums` and `entropy_gradient`.
+"""The Triton code of `entropies` and `entropy_gradient`.
 
 Rows begin at multiples of UNIT numbers, which a compiler sees as it is a factor. All blocks but the last are full: a mask
 that ends anywhere would have every number loaded on its own.
@@ -20,9 +20,12 @@ def added(most, total, x):
 
 
 @triton.jit
-def log_sums_kernel(logits, out, n, distance, UNIT: tl.constexpr, COLUMNS: tl.constexpr):
-    """out[0]: the largest of a row; out[1]: the logarithm of the sum of exp(x - largest)."""
+def entropies_kernel(
+    logits, targets, out, ignored, n, distance, UNIT: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """out[0]: the largest of a row; out[1]: the logarithm of the sum of exp(x - largest); out[2]: the loss."""
     row = tl.program_id(0).to(tl.int64)
+    rows = tl.num_programs(0).to(tl.int64)
     logits += row * distance * UNIT
     column = tl.arange(0, COLUMNS)
     most = tl.full((), float("-inf"), dtype=tl.float32)
@@ -33,8 +36,13 @@ def log_sums_kernel(logits, out, n, distance, UNIT: tl.constexpr, COLUMNS: tl.co
     if full < n:
         x = tl.load(logits + full + column, mask=full + column < n, other=float("-inf")).to(tl.float32)
         most, total = added(most, total, x)
+    target = tl.load(targets + row)
+    is_class = (target >= 0) & (target < n)
+    of_target = tl.load(logits + target, mask=is_class, other=0.0).to(tl.float32)
+    loss = tl.where(is_class, tl.log(total) - (of_target - most), float("nan"))
     tl.store(out + row, most)
-    tl.store(out + tl.num_programs(0) + row, tl.log(total))
+    tl.store(out + rows + row, tl.log(total))
+    tl.store(out + 2 * rows + row, tl.where(target == ignored, 0.0, loss))
 
 
 @triton.jit
@@ -57,7 +65,8 @@ def entropy_gradient_kernel(
     target = tl.load(targets + row)
     most = tl.load(sums + row)
     log = tl.load(sums + tl.num_programs(0) + row)
-    given = tl.where(target == ignored, 0.0, tl.load(g + row).to(tl.float32))
+    given = tl.where((target >= 0) & (target < n), tl.load(g + row).to(tl.float32), float("nan"))
+    given = tl.where(target == ignored, 0.0, given)
     column = tl.arange(0, COLUMNS)
     full = n // COLUMNS * COLUMNS
     for start in range(0, full, COLUMNS):
