@@ -101,7 +101,7 @@ def padded(batch: tuple, sizes: Sizes, dim: int) -> Padding:
     B, device = given[0].shape[dim], given[0].device
     size = sizes.fit(B)
     if size == B:  # as it is with most batches of any size: four kernels less to start
-        weights = index = torch.ones(size, device=device)
+        weights = index = torch.ones(size, dtype=torch.float32, device=device)
     else:
         places = torch.arange(size, device=device)
         weights, index = (places < B).to(torch.float32), places.clamp(max=B - 1)

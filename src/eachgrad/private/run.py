@@ -70,7 +70,6 @@ class Run:
         self.journal: Journal | None = None
         self.generators: Any = sampler.source.state()  # of the sampling, as of the last batch that was used
         self._open: Open | None = None
-        self._seen: Buffers | None = None  # before the last step's forward
         self._watch = Watch(model, self.parameters)
         self.set_totals({"samples": 0, "clipped": 0, "nonfinite": 0})
 
@@ -231,8 +230,7 @@ class Run:
         for p in tree.parameters:  # frozen ones, too: what an ordinary backward left there has no noise
             p.grad = None  # so that a step of the optimizer before the noise is there does nothing
         batch.state = "begun"
-        self._seen = Buffers(self.model, tree, self._seen)
-        self._open = step = Open(batch, Gathered(self.rule), self._seen)
+        self._open = step = Open(batch, Gathered(self.rule), Buffers(self.model, tree))
         return step
 
     def _waiting(self, what: str) -> Open:

@@ -134,45 +134,40 @@ class Watch:
         return tree
 
 
-class Value(NamedTuple):
+class Value:
     """What a tensor holds before a forward, as far as can be told afterwards whether that is what it was."""
 
-    place: Place | None
-    # The memory is held: nothing else can come to lie there, and if the tensor is given other memory, the old numbers
-    # are still in it.
-    alias: Tensor | None
-    version: int
-    trained: bool
+    __slots__ = ("place", "storage", "trained", "version")
 
-    @classmethod
-    def of(cls, t: Tensor) -> Value:
-        place = _place(t)
-        return cls(place, None if place is None else t.detach(), t._version, t.requires_grad)
+    def __init__(self, t: Tensor):
+        self.version, self.trained = t._version, t.requires_grad
+        # The memory is held: nothing else can come to lie there, and if the tensor is given other memory, the old numbers
+        # are still in it.
+        self.storage, self.place = _where(t)
 
     def is_still(self, t: Tensor) -> bool:
-        place, mine = _place(t), self.alias
-        if place == self.place:  # which is none, of a class that has none: as far as it says
+        storage, place = _where(t)
+        if storage is None or self.storage is None:  # of a class that has none: as far as it says
+            return storage is self.storage and t._version == self.version
+        if storage._cdata == self.storage._cdata and place == self.place:
             return t._version == self.version
-        if mine is None or place is None or place[1:3] != self.place[1:3]:  # type: ignore[index]
+        if self.place[:2] != place[:2]:
             return False
         # A recurrent layer lays its weights side by side, and a forward may write `p.data = ...`: the numbers decide.
-        if _address(t) == _address(mine) and t._version != self.version:
+        if storage._cdata == self.storage._cdata and t._version != self.version:
             return False
-        return _equal(mine, t)
+        shape, dtype, *where = self.place
+        return _equal(
+            torch.empty(0, dtype=dtype, device=storage.device).set_(self.storage, where[0], shape, where[1]), t
+        )
 
 
-Place = tuple[int, torch.Size, torch.dtype, tuple[int, ...]]
-
-
-def _place(t: Tensor) -> Place | None:
-    """Where a tensor begins, its shape and dtype, and its strides; None where it has no such place.
-
-    No function of torch's that is chosen by device: is_set_to would say it in one call, of several microseconds on a GPU.
-    """
+def _where(t: Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """The memory that a tensor lies in, and its shape, dtype, offset and strides there; None where it has no such place."""
     try:
-        return t.data_ptr(), t.shape, t.dtype, t.stride()
+        return t.untyped_storage(), (t.shape, t.dtype, t.storage_offset(), t.stride())
     except (NotImplementedError, RuntimeError, ValueError):  # sparse, nested, not there yet
-        return None
+        return None, ()
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -188,31 +183,20 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 def _address(t: Tensor) -> int | None:
     """One number for all that lies in the same memory."""
-    try:
-        return t.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError, ValueError):
-        return None
+    storage, _ = _where(t)
+    return None if storage is None else storage._cdata
 
 
 class Buffers:
     """The model's buffers and parameters before a forward, to see which of them it changes."""
 
-    def __init__(self, model: nn.Module, tree: Tree | None = None, before: Buffers | None = None):
-        """`tree`: what a walk over the model has just seen; `before`: the same of an earlier forward."""
+    def __init__(self, model: nn.Module, tree: Tree | None = None):
+        """`tree`: what a walk over the model has just seen."""
         tree = walk(model) if tree is None else tree
         self.found = False  # whether it has changed one
         self._model, self._tree = model, tree  # kept as long as the ids: one is another's once its owner is gone
-        self._buffers = {place: Value.of(b) for place, b in tree.buffers.items()}
-        # A step begins with this, while the device may be waiting: memory that is held already is not held anew.
-        parameters = tree.parameters
-        self._places = [*map(_place, parameters)]
-        known = before is not None and _are(parameters, before._parameters) and self._places == before._places
-        held = before._aliases if before is not None and known else None
-        self._aliases = held or [
-            None if q is None else p.detach() for p, q in zip(parameters, self._places, strict=True)
-        ]
-        self._parameters, self._versions = parameters, [p._version for p in parameters]
-        self._trained = [p.requires_grad for p in parameters]
+        self._buffers = {place: Value(b) for place, b in tree.buffers.items()}
+        self._parameters = {id(p): Value(p) for p in tree.parameters}
         self._read: dict[int, Tensor] = {}  # the numbers of those that were read by `.data`
         exposed.listen(self.note)
 
@@ -236,10 +220,8 @@ class Buffers:
 
     def _check(self) -> None:
         tree = walk(self._model)
-        values = map(Value, self._places, self._aliases, self._versions, self._trained)
-        known = dict(zip(map(id, self._parameters), values, strict=True))
         for p in tree.parameters:
-            self._check_parameter(p, known.get(id(p)))
+            self._check_parameter(p, self._parameters.get(id(p)))
         harmless = None
         for place, b in tree.buffers.items():
             if (self._tree.buffers.get(place) is b and self._is_still(b, self._buffers[place])) or _is_counter(b):
