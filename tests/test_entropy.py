@@ -162,8 +162,8 @@ class TwoHeads(Tokens):
         self.few, self.many = nn.Linear(d, 16 - CLASSES, bias=False), nn.Linear(d, CLASSES, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        h = self.layer(self.table(ids))
-        return torch.cat([self.few(h), self.many(h)], -1)
+        h = self.layer(self.table(ids)).flatten(0, 1)
+        return torch.cat([self.few(h), self.many(h)], -1).unflatten(0, ids.shape)
 
 
 class OneEach(Tokens):
