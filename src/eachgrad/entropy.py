@@ -103,7 +103,7 @@ def _loss_of(logs: Node, large: Callable[[Tensor], bool]) -> _Loss | None:
         return None
     # Autocast has them in sixteen bits, or in float32, or casts them in between.
     casts = [user for user in logs.users if user.target is aten._to_copy.default]
-    every = {user for node in (logs, *casts) for user in node.users} - set(casts)
+    every = dict.fromkeys(user for node in (logs, *casts) for user in node.users if user not in casts)  # in order
     forward, seeds, gradients = ([u for u in every if u.target is op] for op in (_LOSS, _SEED, _GRADIENT))
     if len(forward) != 1 or not gradients or len(every) != 1 + len(seeds) + len(gradients):
         return None
@@ -133,7 +133,10 @@ _LOSS, _SEED, _GRADIENT = (
 
 def _rewrite(graph: Graph, loss: _Loss) -> None:
     wide = cast(Node, loss.logs.args[0])
-    logits = narrower(graph, wide) or wide
+    logits = narrower(graph, wide)
+    # Sixteen bits that were made float32 for it have a gradient of as many, unless that is added to others first.
+    if logits is None or not all(_is_cast(gradient, logits) for _, gradient in loss.gradients):
+        logits = wide
     at = _Calls(graph, loss.losses)
     sums = at(ops.entropies.default, logits, loss.target, loss.ignored)
     losses = at.cast(at(aten.select.int, sums, 0, 2), loss.losses.meta["val"].dtype)
@@ -148,22 +151,22 @@ def _rewrite(graph: Graph, loss: _Loss) -> None:
         _replace(at, gradient, made)
 
 
+def _is_cast(wide: Node, like: Node) -> bool:
+    """Whether nobody reads a gradient but to cast it to this dtype."""
+    dtype = like.meta["val"].dtype
+    read = [c for user in wide.users for c in (user.users if user.target in _VIEWS else [user])]
+    return all(c.target is aten._to_copy.default and c.meta["val"].dtype == dtype for c in read)
+
+
 def _replace(at: _Calls, wide: Node, made: Node) -> None:
-    """Let `made` be read for a gradient that may be wider: as it is, where that is cast to its dtype."""
-    dtype = made.meta["val"].dtype
-    if dtype == wide.meta["val"].dtype:
+    """Let `made` be read for a gradient, or for what that is cast to."""
+    if made.meta["val"].dtype == wide.meta["val"].dtype:
         wide.replace_all_uses_with(made)
         return
     for user in list(wide.users):
-        if user.target in _VIEWS:
-            seen, casts = user, list(user.users)
-        else:
-            seen, casts = wide, [user]
-        if any(c.target is not aten._to_copy.default or c.meta["val"].dtype != dtype for c in casts):
-            user.replace_input_with(wide, at.cast(made, wide.meta["val"].dtype))
-            continue
-        narrow = made if seen is wide else at(aten.reshape.default, made, seen.args[1])
-        for c in casts:
+        is_view = user.target in _VIEWS
+        narrow = at(aten.reshape.default, made, user.args[1]) if is_view else made
+        for c in list(user.users) if is_view else [user]:
             c.replace_all_uses_with(narrow)
 
 
