@@ -534,4 +534,4 @@ def test_autocast_in_the_loss_function_alone():
     with eachgrad.record(exact) as tape:
         wide = F.cross_entropy(exact(x).flatten(0, 1), y.flatten(), reduction="none").view(x.shape).mean(1)
     for name, want in tape.backward(wide).clipped_sum(1.0).items():
-        torch.testing.assert_close(found[name].double(), want, rtol=0.0, atol=2e-2 * float(want.abs().max()))
+        torch.testing.assert_close(found[name].double(), want, rtol=0.0, atol=8e-3 * float(want.abs().max()))

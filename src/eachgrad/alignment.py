@@ -14,11 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_map_only
 
 from eachgrad import plan
 from eachgrad.kernels import entropy  # noqa: F401  (its op)
-from eachgrad.tidy import loosen
+from eachgrad.tidy import call, loosen
 
 aten = torch.ops.aten
 
@@ -114,13 +113,10 @@ class _Padding:
         node.replace_all_uses_with(value)
 
     def _call(self, after: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """A new node, with what is known of its tensor."""
         while after.op == "placeholder" and after.next.op == "placeholder":  # which all come first
             after = after.next
         with self.graph.inserting_after(after):
-            node = self.graph.call_function(target, args, kwargs)
-        node.meta["val"] = target(*tree_map_only(Node, _value, args), **kwargs)
-        return node
+            return call(self.graph, target, *args, **kwargs)
 
     def padded(self, node: Node, dim: int) -> Node:
         """The node with zeros after the end of a dimension, the last or the last but one."""

@@ -13,17 +13,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_map_only
 
 from eachgrad.alignment import FILLED
 from eachgrad.alive import GIVEN, memory_of
 from eachgrad.kernels.entropy import DTYPES
-from eachgrad.tidy import narrower
+from eachgrad.tidy import call, narrower
 
 aten, ops = torch.ops.aten, torch.ops.eachgrad
 
 CLASSES = 4096  # from which on a row is worth a program of its own
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+_LOSS, _SEED, _GRADIENT = (
+    aten.nll_loss_forward.default, aten.nll_loss_backward.default, aten._log_softmax_backward_data.default,
+)  # fmt: skip
+_LOSSES = ops.entropies.default
 
 
 def is_large(logits: Tensor) -> bool:
@@ -80,9 +83,6 @@ def _written_over(graph: Graph, made: Node) -> bool:
     return True
 
 
-_LOSSES = ops.entropies.default
-
-
 def _is_whole(value: Any, logits: Tensor, like: Tensor) -> bool:
     """Whether a tensor is the logits with what comes after the end of each row, as the gradient has it."""
     if not isinstance(value, Tensor) or value.dtype != like.dtype or value.shape != like.shape:
@@ -126,11 +126,6 @@ def _loss_of(logs: Node, large: Callable[[Tensor], bool]) -> _Loss | None:
     return _Loss(logs, losses[0], target, ignored, pairs)
 
 
-_LOSS, _SEED, _GRADIENT = (
-    aten.nll_loss_forward.default, aten.nll_loss_backward.default, aten._log_softmax_backward_data.default,
-)  # fmt: skip
-
-
 def _rewrite(graph: Graph, loss: _Loss) -> None:
     wide = cast(Node, loss.logs.args[0])
     logits = narrower(graph, wide)
@@ -171,17 +166,14 @@ def _replace(at: _Calls, wide: Node, made: Node) -> None:
 
 
 class _Calls:
-    """New nodes, one after another, before a place, with what is known of their tensors."""
+    """New nodes, one after another, before a place."""
 
     def __init__(self, graph: Graph, before: Node):
         self.graph, self.before = graph, before
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         with self.graph.inserting_before(self.before):
-            node = self.graph.call_function(target, args, kwargs)
-        given = tree_map_only(Node, lambda a: a.meta["val"], args)
-        node.meta["val"] = target(*given, **kwargs)
-        return node
+            return call(self.graph, target, *args, **kwargs)
 
     def cast(self, node: Node, dtype: torch.dtype) -> Node:
         return node if node.meta["val"].dtype == dtype else self(aten._to_copy.default, node, dtype=dtype)

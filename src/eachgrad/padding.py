@@ -100,16 +100,13 @@ def padded(batch: tuple, sizes: Sizes, dim: int) -> Padding:
         )
     B, device = given[0].shape[dim], given[0].device
     size = sizes.fit(B)
-    if size == B:  # as it is with most batches of any size: four kernels less to start
-        weights = index = torch.ones(size, dtype=torch.float32, device=device)
-    else:
-        places = torch.arange(size, device=device)
-        weights, index = (places < B).to(torch.float32), places.clamp(max=B - 1)
+    weights = torch.ones(size, dtype=torch.float32, device=device)
+    weights[B:] = 0.0
 
     def fill(t: Any) -> Any:
         if not isinstance(t, Tensor) or t.ndim <= dim or t.shape[dim] != B:
             return t
-        filled = t if size == B else t.index_select(dim, index.to(t.device))
+        filled = t if size == B else t.index_select(dim, torch.arange(size, device=t.device).clamp(max=B - 1))
         return opened(filled.contiguous(), dim) if sizes.are_open else filled  # strides would be open as well
 
     return Padding(tree_map(fill, batch), opened(weights, 0) if sizes.are_open else weights, B, size)

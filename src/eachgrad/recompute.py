@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from eachgrad.alive import GIVEN, bytes_of, memory_of, size_of
 from eachgrad.cheap import NORMS, inputs_of, name_statistics, normed
-from eachgrad.tidy import changes, origins
+from eachgrad.tidy import call, changes, origins
 
 aten = torch.ops.aten
 
@@ -251,9 +251,7 @@ class _Copies:
         """A new node before the anchor, with what is known of its tensor."""
         anchor = self.plan.anchor
         with anchor.graph.inserting_before(anchor):
-            node = anchor.graph.call_function(target, args, kwargs)
-        given, named = tree_map_only(Node, lambda a: a.meta["val"], (args, kwargs))
-        node.meta["val"] = target(*given, **named)
+            node = call(anchor.graph, target, *args, **kwargs)
         self.tensors.memory[node] = node
         self.new.append(node)
         return node

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from eachgrad.kernels import norm_sums, positions  # noqa: F401  (their ops)
 
@@ -77,6 +77,14 @@ def _out_of_place(node: Node, seen: Counter[int]) -> tuple[Any, Tensor] | None:
 def _given(target: Any) -> list[tuple[str, str]]:
     """The arguments of an op: their names and kinds."""
     return [(argument.name, str(argument.type)) for argument in target._schema.arguments]
+
+
+def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """A new node where the graph inserts now, with what is known of its tensor."""
+    node = graph.call_function(target, args, kwargs)
+    given, named = tree_map_only(Node, lambda a: a.meta["val"], (args, kwargs))
+    node.meta["val"] = target(*given, **named)
+    return node
 
 
 def origins(graph: Graph) -> dict[Node, Node]:

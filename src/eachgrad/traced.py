@@ -210,7 +210,7 @@ class Graph:
         return self._step(args, first, Samples(self.forward.sampled, size), {n: some.gm for n, some in traces.items()})
 
     def _step(self, args: tuple, traced: Traced, *several: Any) -> Step:
-        held = {k: a for k, (a, name) in enumerate(zip(args, self.forward.names, strict=True)) if name is not None}
+        held = {k: args[k] for k in self.forward.held}
         graphs = Graphs(self.forward.given, self.owner.memory) if self.owner.replays else None
         return compiled(traced.gm, traced.slots, held, self.owner.options, graphs, self.owner.recompute, *several)
 

@@ -19,7 +19,7 @@ WORTH = 1.01  # what a step must cost without a size, at least, for that to have
 MANY = 16  # pieces, from which on filling up one of them is nothing
 
 # A graph of any size takes as many samples as a step expects and a standard deviation more, at most: five steps of six have
-# one piece then. Without the deviation it is four of seven, and a second piece of GPT-2's size took 6 ms of 35 on an H200.
+# one piece then. Without the deviation it is four of seven.
 PARTS = 32  # of a batch, up to which a piece is filled up: 1.5% on average, with a CUDA graph for each size that comes
 
 
