@@ -24,12 +24,12 @@ class Recorded:
 
 @pytest.fixture
 def fake(monkeypatch):
-    def captured(call, args, room, pool, stream):
+    def captured(call, args, layout, pool, stream):
         graph = Recorded(call, args)
         return replay.Captured(graph, graph.outputs, None)
 
     monkeypatch.setattr(replay, "captured", captured)
-    monkeypatch.setattr(replay, "_tried", lambda call, args, room: (0, 0))
+    monkeypatch.setattr(replay, "_tried", lambda call, args, layout: (0, 0))
     monkeypatch.setattr(replay, "on_gpu", lambda t: True)
 
 
@@ -104,7 +104,7 @@ def test_what_is_not_on_a_gpu_has_no_graph():
 
 
 def test_what_cannot_be_captured_runs_without(fake, monkeypatch):
-    def captured(call, args, room, pool, stream):
+    def captured(call, args, layout, pool, stream):
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
     monkeypatch.setattr(replay, "captured", captured)
@@ -122,26 +122,31 @@ MIB = 1 << 20
 @pytest.mark.parametrize(
     ("sizes", "left", "best"),
     [
-        ({0: 1000, 700: 900, 800: 850, 900: 950}, 0, 800),
-        ({0: 1000, 700: 1100, 800: 1050, 900: 1000}, 0, 0),  # one piece does not help
-        ({0: 1000, 700: None, 800: None, 900: 990}, 0, 900),  # None: it does not fit
-        ({0: 1000, 700: None, 800: None, 900: None}, 0, 0),
-        ({0: 63}, 0, 0),
-        ({0: 1000}, 1, 0),  # memory that stays when the graph is gone
+        ({"watched": 1000, "planned": 890, 700: 900, 800: 850, 900: 950}, 0, 800),
+        ({"watched": 1000, "planned": 840, 700: 900, 800: 850, 900: 950}, 0, "planned"),
+        ({"watched": 1000, "planned": 1000, 700: 1100, 800: 1050, 900: 1000}, 0, 0),  # nothing helps
+        ({"watched": 1000, "planned": None, 700: None, 800: None, 900: 990}, 0, 900),  # None: it does not fit
+        ({"watched": 1000, "planned": None, 700: None, 800: None, 900: None}, 0, 0),
+        ({"watched": 63}, 0, 0),
+        ({"watched": 1000}, 1, 0),  # memory that stays when the graph is gone
     ],
 )
-def test_the_room_with_the_fewest_bytes_is_taken(sizes, left, best, monkeypatch):
-    """A graph is tried with each room once, and captured with the best one whenever it is needed."""
+def test_the_layout_with_the_fewest_bytes_is_taken(sizes, left, best, monkeypatch):
+    """A graph is tried with each layout once, and captured with the best one whenever it is needed."""
     tried, asked = [], []
 
-    def attempt(call, args, room):
-        tried.append(room // MIB)
+    def named(layout):
+        kinds = {replay.Watch: "watched", replay.Plan: "planned"}
+        return kinds.get(type(layout)) or layout.size // MIB
+
+    def attempt(call, args, layout):
+        tried.append(named(layout))
         if sizes[tried[-1]] is None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return sizes[tried[-1]] * MIB, left
 
-    def captured(call, args, room, pool, stream):
-        asked.append(room // MIB)
+    def captured(call, args, layout, pool, stream):
+        asked.append(named(layout))
         graph = Recorded(call, args)
         return replay.Captured(graph, graph.outputs, None)
 
@@ -164,13 +169,13 @@ def test_graphs_of_one_memory_share_it_until_all_are_gone(monkeypatch):
     """The first takes the room; the others are cut from the same memory, on the same stream."""
     asked = []
 
-    def captured(call, args, room, pool, stream):
-        asked.append((room, pool, stream))
+    def captured(call, args, layout, pool, stream):
+        asked.append((layout.size, pool, stream))
         graph = Recorded(call, args)
         return replay.Captured(graph, graph.outputs, pool or f"pool {len(asked)}", stream or f"stream {len(asked)}")
 
     monkeypatch.setattr(replay, "captured", captured)
-    monkeypatch.setattr(replay, "best_room", lambda call, args: 5)
+    monkeypatch.setattr(replay, "best_layout", lambda call, args, answers: replay.Room(5))
     monkeypatch.setattr(replay, "on_gpu", lambda t: True)
     w, shift = problem()
     memory = replay.Memory()
@@ -247,13 +252,13 @@ def test_a_graph_for_each_size(monkeypatch):
     """They share memory; when a larger one comes, those before it are captured again in what that takes."""
     asked = []
 
-    def captured(call, args, room, pool, stream):
-        asked.append((len(args[1]), room, pool))
+    def captured(call, args, layout, pool, stream):
+        asked.append((len(args[1]), layout.size, pool))
         graph = Recorded(call, args)
         return replay.Captured(graph, graph.outputs, pool or f"pool {len(asked)}", stream or "stream")
 
     monkeypatch.setattr(replay, "captured", captured)
-    monkeypatch.setattr(replay, "best_room", lambda call, args: 10 * len(args[1]))
+    monkeypatch.setattr(replay, "best_layout", lambda call, args, answers: replay.Room(10 * len(args[1])))
     monkeypatch.setattr(replay, "on_gpu", lambda t: True)
     w, shift = problem()
     steps = replay.Replays(product, frozenset([1]), replay.Memory(), (1, 0))

@@ -16,14 +16,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from eachgrad.arena import Plan, Room, Watch, placed, planned
 from eachgrad.blocks.arithmetic import on_gpu
 
 Call = Callable[[Sequence[Any]], tuple[Tensor, ...]]
+Layout = Plan | Room | Watch  # where the tensors of a graph lie
+
+NONE = Room()
 
 MOST = 8  # captures, after which a step whose tensors move is run without a graph
 
 # What is taken from the device piece by piece is never joined again, and a graph holds on to all of it: 2.10 GiB for a
-# private step of ResNet-18. Cut from one large piece it is 1.79; how large is best cannot be known.
+# private step of ResNet-18. Cut from one large piece it is 1.79; how large is best cannot be known. Where the compiler makes
+# most tensors, and not cuDNN, a plan is better still.
 SHARES = (0.7, 0.8, 0.9)  # of what it takes without
 LARGE = 1 << 26  # bytes below which nobody cares
 
@@ -40,8 +45,8 @@ def taken(pool: tuple[int, int]) -> int:
     return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool))
 
 
-def captured(call: Call, args: Sequence[Any], room: int = 0, pool: Any = None, stream: Any = None) -> Captured:
-    """A graph of the call. `room`: bytes that are taken in one piece before."""
+def captured(call: Call, args: Sequence[Any], layout: Layout = NONE, pool: Any = None, stream: Any = None) -> Captured:
+    """A graph of the call, with its tensors where the layout puts them."""
     graph, was_on, before = torch.cuda.CUDAGraph(), gc.isenabled(), torch.cuda.current_stream()
     # No torch.cuda.MemPool, which ends the process if it goes while another pool is in use, such as one of the user's.
     stream, pool = stream or torch.cuda.Stream(), pool or torch.cuda.graph_pool_handle()
@@ -49,9 +54,7 @@ def captured(call: Call, args: Sequence[Any], room: int = 0, pool: Any = None, s
     gc.disable()  # what it frees on the way, such as a module of kernels, may be forbidden during a capture
     _forget_workspaces()
     try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            if room:
-                torch.empty(room, dtype=torch.uint8, device="cuda")
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"), layout.within():
             return Captured(graph, call(args), pool, stream)
     except RuntimeError:
         _end(pool, before)
@@ -85,22 +88,25 @@ def _forget_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
-def best_room(call: Call, args: Sequence[Any]) -> int:
-    """How many bytes to take in one piece, so that a graph of the call holds the fewest."""
-    plain, left = _tried(call, args, 0)
-    found = {0: plain}
+def best_layout(call: Call, args: Sequence[Any], answers: bool) -> Layout:
+    """The one with which a graph of the call holds the fewest bytes; `answers`: these may be overwritten, too."""
+    watch = Watch()
+    plain, left = _tried(call, args, watch)
+    found: dict[int, Layout] = {plain: NONE}
     if plain >= LARGE and not left:  # or what is tried would stay
-        for room in [int(share * plain) for share in SHARES]:
+        rooms = [Room(int(share * plain)) for share in SHARES]
+        for layout in (planned(watch.lives(), answers), *rooms):
             with suppress(RuntimeError):  # too little memory for that
-                found[room], left = _tried(call, args, room)
+                size, left = _tried(call, args, layout)
+                found.setdefault(size, layout)
                 if left:
                     break
-    return min(found, key=lambda room: found[room])
+    return found[min(found)]
 
 
-def _tried(call: Call, args: Sequence[Any], room: int) -> tuple[int, int]:
+def _tried(call: Call, args: Sequence[Any], layout: Layout) -> tuple[int, int]:
     """The bytes that a graph holds, and those that are still there when it is gone."""
-    found = captured(call, args, room)
+    found = captured(call, args, layout)
     pool = found.pool
     size = taken(pool)
     del found
@@ -115,8 +121,8 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        self.room: int | None = None  # what is taken in one piece, once that is known
         self.size = 0  # the largest so far
+        self._layouts = weakref.WeakKeyDictionary[Call, tuple[int, Layout]]()  # and the size that each is for
         self._users = weakref.WeakSet[Replay]()
         self._pool: Any = None
         self._stream: Any = None  # memory that is free on one stream is not on another
@@ -128,16 +134,22 @@ class Memory:
             # What the smaller ones have would not do, and would stay: they are captured again in what this one takes.
             for other in list(self._users):
                 other.release()
-            self.room, self.size = None, size
-        if self.room is None:
-            self.room = best_room(call, args)
-        found = captured(call, args, self.room if self._pool is None else 0, self._pool, self._stream)
+            self.size = size
+        layout = self._layout(call, args, size)
+        found = captured(call, args, layout if layout.lasts or self._pool is None else NONE, self._pool, self._stream)
         self._pool, self._stream = found.pool, found.stream
         self._users.add(user)
         if not size:
             return found
         # As long as somebody has an answer, its graph is there, and with it the memory.
         return found._replace(outputs=tuple(lent(t, found.graph) for t in found.outputs))
+
+    def _layout(self, call: Call, args: Sequence[Any], size: int) -> Layout:
+        """Where the tensors of a call lie: for a smaller batch, as for a larger one, of which all are larger."""
+        known = self._layouts.get(call)
+        if known is None or known[0] < size:
+            known = self._layouts[call] = size, best_layout(call, args, answers=bool(size))
+        return known[1]
 
     def input(self, place: int, like: Tensor, size: int) -> Tensor:
         """A copy of an argument, for good; in memory that graphs of other sizes use as well, if there are such."""
@@ -161,9 +173,7 @@ def lent(t: Tensor, held: object) -> Tensor:
     if not t.is_cuda:
         return t
     mine = t.untyped_storage()
-    storage = torch._C._construct_storage_from_data_pointer(mine.data_ptr(), t.device, mine.nbytes())  # pyright: ignore
-    found = torch.empty(0, dtype=t.dtype, device=t.device)
-    found = found.set_(storage, t.storage_offset(), t.shape, t.stride())
+    found = placed(mine.data_ptr(), mine.nbytes(), t, t.shape, t.stride(), int(t.storage_offset()))
     found.eachgrad_held = held  # type: ignore[attr-defined]
     return found
 

@@ -1,0 +1,201 @@
+"""Where the tensors of a compiled graph lie: in one piece of memory, by when each of them is there.
+
+Torch's allocator puts a tensor into the smallest gap that fits, and cannot know how long it stays. Those of a private step of
+GPT-2 small (20 samples) are 7.5 GiB at most, and took 9.0 at best. A CUDA graph does the same every time: so it is watched
+once, and every tensor has its place before the next time.
+
+Whatever a plan says, memory is given only where nothing lies.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+UNIT = 512  # bytes that places are multiples of, as torch's own are
+
+Make = Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]  # of a shape, strides and a dtype
+
+
+class Life(NamedTuple):
+    """The bytes of a tensor, and from which to which moment it is there; a tensor is made at each of them."""
+
+    size: int
+    first: int
+    last: int  # the first at which it is gone
+
+
+def size_of(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
+    """The bytes of a tensor."""
+    if not all(shape):
+        return 0
+    return dtype.itemsize * (1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)))
+
+
+def placed(
+    pointer: int, size: int, like: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int = 0
+) -> Tensor:
+    """A tensor of the dtype and device of `like`, at a place in memory that is kept by someone else."""
+    storage = torch._C._construct_storage_from_data_pointer(pointer, like.device, size)  # pyright: ignore
+    return torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, offset, shape, stride)
+
+
+@contextmanager
+def made_by(wrap: Callable[[Make], Make], device: str) -> Iterator[None]:
+    """Within it, the code that torch has compiled for a device has the tensors of this thread made by `wrap(torch's own)`."""
+    name = f"empty_strided_{device}"
+    own: Make = getattr(torch._C._dynamo.guards, f"_{name}")  # type: ignore[attr-defined]
+    new, mine = wrap(own), threading.get_ident()
+
+    def make(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return (new if threading.get_ident() == mine else own)(shape, stride, dtype)
+
+    places = [vars(module) for module in _modules() if vars(module).get(name) is own]
+    for names in places:
+        names[name] = make
+    try:
+        yield
+    finally:
+        for names in places:
+            names[name] = own
+
+
+def _modules() -> list[Any]:
+    """What torch's compiler has written, as far as it is loaded."""
+    codecache = sys.modules.get("torch._inductor.codecache")
+    return [] if codecache is None else [*codecache.PyCodeCache.modules]
+
+
+@dataclass(frozen=True)
+class Room:
+    """Torch's allocator, which is given some bytes in one piece first; none: as it is."""
+
+    size: int = 0
+    lasts = False  # what others have given back to the same memory is no piece any more
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        if self.size:
+            torch.empty(self.size, dtype=torch.uint8, device="cuda")
+        yield
+
+
+@dataclass
+class Watch:
+    """Torch's allocator, and notes of which tensors are made, and when they go."""
+
+    device: str = "cuda"
+    lasts = False
+    sizes: list[int] = field(default_factory=list)
+    gone: dict[int, int] = field(default_factory=dict)
+    _alive: dict[int, StorageWeakRef] = field(default_factory=dict)
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        with made_by(self._noting, self.device):
+            yield
+        self._look()
+        self._alive.clear()  # what is still there is not asked for
+
+    def _noting(self, own: Make) -> Make:
+        def make(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+            self._look()
+            found = own(shape, stride, dtype)
+            self._alive[len(self.sizes)] = StorageWeakRef(found.untyped_storage())
+            self.sizes.append(size_of(shape, stride, dtype))
+            return found
+
+        return make
+
+    def _look(self) -> None:
+        for k in [k for k, t in self._alive.items() if t.expired()]:
+            self.gone[k] = len(self.sizes)
+            del self._alive[k]
+
+    def lives(self) -> list[Life]:
+        """Of all tensors; one that stays is there at the end, and after it."""
+        return [Life(size, k, self.gone.get(k, len(self.sizes) + 1)) for k, size in enumerate(self.sizes)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A place for each tensor that is made, in the order in which they are."""
+
+    lives: list[Life]
+    places: list[int | None]  # None: anywhere
+    size: int  # of the memory they are in
+    device: str = "cuda"
+    lasts = True
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        base = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+        with made_by(_Giving(self, base).wrapped, self.device):
+            yield
+
+
+def planned(lives: Sequence[Life], answers: bool = True, device: str = "cuda") -> Plan:
+    """Places that take little memory together: the largest tensor first, each as far to the front as it can be.
+
+    For GPT-2's private step that is 7.503 GiB of 7.495. Without `answers`, what stays is put elsewhere.
+    """
+    places: list[int | None] = [None] * len(lives)
+    end, done, size = len(lives), list[int](), 0
+    chosen = [k for k, life in enumerate(lives) if life.size and (answers or life.last <= end)]
+    for k in sorted(chosen, key=lambda k: -lives[k].size):
+        place = _gap(_room(lives[k]), [(places[j] or 0, _room(lives[j])) for j in done if _meet(lives[j], lives[k])])
+        places[k], size = place, max(size, place + _room(lives[k]))
+        done.append(k)
+    return Plan(list(lives), places, size, device)
+
+
+def _meet(a: Life, b: Life) -> bool:
+    return a.first < b.last and b.first < a.last
+
+
+def _room(life: Life) -> int:
+    return -(-life.size // UNIT) * UNIT
+
+
+def _gap(size: int, taken: list[tuple[int, int]]) -> int:
+    """The first place with so much room beside what is taken, (place, size) each."""
+    place = 0
+    for start, other in sorted(taken):
+        if start - place >= size:
+            break
+        place = max(place, start + other)
+    return place
+
+
+class _Giving:
+    """Gives out the places of a plan while nothing lies there; other memory, where something does or none is planned."""
+
+    def __init__(self, plan: Plan, base: Tensor):
+        self.plan, self.base, self.count = plan, base, 0
+        self.alive: list[tuple[int, int, StorageWeakRef]] = []  # from where to where, and what
+
+    def wrapped(self, own: Make) -> Make:
+        def make(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+            size, k = size_of(shape, stride, dtype), self.count
+            self.count += 1
+            place = self.plan.places[k] if k < len(self.plan.places) and 0 < size <= self.plan.lives[k].size else None
+            if place is None or not self._is_free(place, place + size):
+                return own(shape, stride, dtype)
+            like = torch.empty(0, dtype=dtype, device=self.base.device)
+            found = placed(self.base.data_ptr() + place, size, like, shape, stride)
+            self.alive.append((place, place + size, StorageWeakRef(found.untyped_storage())))
+            return found
+
+        return make
+
+    def _is_free(self, start: int, end: int) -> bool:
+        self.alive = [some for some in self.alive if not some[2].expired()]
+        return all(end <= a or b <= start for a, b, _ in self.alive)
