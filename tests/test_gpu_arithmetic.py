@@ -101,6 +101,23 @@ def test_norms_and_sums(name):
         assert (got - total).norm() <= 2 * slack
 
 
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("shape", [None, (9, 3, 4), (108,)])
+def test_the_narrow_factor_is_scaled(shape, traced, monkeypatch):
+    """In a traced graph by the transposed product: the answer lies as any other, for positions or samples first."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(outer, "is_traced", lambda t: traced)
+    wide, c = [], torch.rand(B)
+    monkeypatch.setattr(outer, "scaled", lambda value, c: wide.append(value.shape[2]) or arithmetic.scaled(value, c))
+    for left, right in ((random(B, 5, 9), random(B, 5, 12)), (random(5, B, 9).transpose(0, 1), random(B, 5, 12))):
+        got = Outer(left, right, shape).weighted_sum(c)
+        want = torch.einsum("b,btp,btd->pd", c.double(), left.double(), right.double())
+        assert got.shape == (shape or (9, 12))
+        assert got.is_contiguous() or not traced
+        assert (got.double().flatten() - want.flatten()).norm() <= 4e-3 * want.norm()
+    assert wide == [9, 9]
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_means(name):
     torch.manual_seed(0)

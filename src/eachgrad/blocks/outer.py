@@ -14,6 +14,7 @@ from eachgrad.blocks.arithmetic import (
     accumulation_dtype,
     cast,
     dots,
+    is_traced,
     on_gpu,
     product,
     products,
@@ -59,20 +60,20 @@ class Outer(Block):
 
     def weighted_sum(self, c: Tensor) -> Tensor:
         left, right = self._factors()
-        # Scale the smaller factor; positions and samples in the order that needs no copy.
         p, d = self.matrix
-        # A compiler writes the left one transposed, which took a GPU six times as long.
-        left, right = (scaled(left, c), right) if p < (d if not on_gpu(left) else d // 8) else (left, scaled(right, c))
-        return self._sum(left, right)
+        if p >= d:  # the smaller factor is scaled
+            return self._sum(left, scaled(right, c))
+        # A compiler writes the left factor of a product transposed, which took a GPU six times as long.
+        return self._sum(scaled(left, c), right, mirrored=on_gpu(left) and is_traced(left))
 
     def mean(self, c: Tensor) -> Tensor:
         # Nothing is scaled: a copy of a factor would be written for it.
         return self._sum(*self._factors()) / len(c)
 
-    def _sum(self, left: Tensor, right: Tensor) -> Tensor:
-        """The sum over samples and positions of their products, (*shape)."""
-        left, right = _flat(left, right)
-        value = product(left.mT, right)
+    def _sum(self, left: Tensor, right: Tensor, mirrored: bool = False) -> Tensor:
+        """The sum over samples and positions of their products, (*shape); `mirrored`: by the transposed product."""
+        left, right = _flat(left, right)  # positions and samples in the order that needs no copy
+        value = product(right.mT, left).mT.contiguous() if mirrored else product(left.mT, right)
         return value if self.shape is None else value.reshape(self.shape)
 
     def measured(self, shared: Shared | None = None) -> Measured:
