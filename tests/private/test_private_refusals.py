@@ -102,6 +102,7 @@ CASES = [
     Refused("unknown accountant", "accountant is one of 'pld', 'rdp', not 'prv'", {"accountant": "prv"}),
     Refused("unknown nonfinite", "nonfinite is one of 'zero', 'raise', not 'skip'", {"nonfinite": "skip"}),
     Refused("unknown compile", "compile is one of None, True, False, not 'fast'", {"compile": "fast"}),
+    Refused("recompute beyond a share", "recompute is a share, from 0.0 to 1.0, not 1.5", {"recompute": 1.5}),
     Refused("secure and fixed", "secure=True and a fixed generator", {"secure": True, "generator": fixed()}),
     Refused("a seed", "generator is a torch.Generator, not int", {"generator": 1}, TypeError),
     Refused("a history of numbers", "pass history=run.history", {"history": [1]}, TypeError),

@@ -79,11 +79,13 @@ def check_target_delta(delta: Any, n: int) -> None:
         )
 
 
-def check_options(sampling: str, accountant: str, nonfinite: str, compile: Any) -> None:
+def check_options(sampling: str, accountant: str, nonfinite: str, compile: Any, recompute: Any) -> None:
     check_choice("sampling", sampling, SAMPLINGS)
     check_choice("accountant", accountant, tuple(ACCOUNTANTS))
     check_choice("nonfinite", nonfinite, ("zero", "raise"))
     check_choice("compile", compile, (None, True, False))
+    if isinstance(recompute, bool) or not isinstance(recompute, (int, float)) or not 0.0 <= recompute <= 1.0:
+        raise ValueError(f"recompute is a share, from 0.0 to 1.0, not {recompute!r}")
 
 
 def check_alone() -> None:

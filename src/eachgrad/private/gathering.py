@@ -21,15 +21,15 @@ from eachgrad.receipt import call_loss
 class Engine:
     """How the pieces of a batch are answered, by graphs compiled for `pieces`, or eagerly if that is None.
 
-    The options are those of `eachgrad.record`.
+    The options are those of `eachgrad.record`; `recompute` is that of `eachgrad.compile`.
     """
 
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Tensor] | None, rule: Rule, nonfinite: str, options: dict[str, Any],
-        pieces: Pieces | None = None,
+        pieces: Pieces | None = None, recompute: float = 1.0,
     ):  # fmt: skip
         self.model, self.loss_fn, self.rule = model, loss_fn, rule
-        self.nonfinite, self.options, self.pieces = nonfinite, options, pieces
+        self.nonfinite, self.options, self.pieces, self.recompute = nonfinite, options, pieces, recompute
         self.ask: Any = None
         self.trusts = True  # whether a compiled answer is given before it is known to be right
         self._sent: tuple[float, Tensor] | None = None
@@ -108,7 +108,11 @@ class Engine:
             return call_loss(model, loss_fn, args) / unit
 
         queries: dict[str, Any] = {**self.rule.queries(self.nonfinite)}
-        options: dict[str, Any] = {"batch_dim": self.options["batch_dim"], **self.pieces.options}
+        options: dict[str, Any] = {
+            "batch_dim": self.options["batch_dim"],
+            "recompute": self.recompute,
+            **self.pieces.options,
+        }
         return eachgrad.compile(self.model, losses, mode="reduce-overhead", copies=False, **options, **queries)
 
 

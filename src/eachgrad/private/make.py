@@ -42,6 +42,7 @@ def make_private(
     nonfinite: str = "zero",
     compile: bool | None = None,
     graphs: int | str | None = None,
+    recompute: float = 1.0,
     secure: bool = False,
     generator: Generator | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -64,13 +65,14 @@ def make_private(
 
     `max_physical_batch` bounds what is computed at a time. `nonfinite` samples are left out ("zero") or an error ("raise").
     `compile` is for `eachgrad.compile`; None compiles on CUDA. `graphs="any"`, the default, compiles one graph for as many
-    samples as a step draws; a number one for each of so many sizes, which pieces of a batch are filled up to.
+    samples as a step draws; a number one for each of so many sizes, which pieces of a batch are filled up to. `recompute` is
+    that of `eachgrad.compile`.
     `generator` makes a run repeatable, for tests, and not private. `secure` draws from a cryptographic generator. With
     `checkpoint` every step is noted in a journal beside that file before it is taken; `resume` goes on from the file if it is
     there. `history` is what the same data has been used for before: the `history` of another run. `scheduler` is saved and
     loaded with the run, and stepped by you. `batch_dim`, `memory` and `fallback` are those of `eachgrad.record`.
     """
-    checks.check_options(sampling, accountant, nonfinite, compile)
+    checks.check_options(sampling, accountant, nonfinite, compile, recompute)
     checks.check_alone()
     parameters = checks.trainable(model)
     checks.check_optimizer(optimizer, model, parameters)
@@ -101,7 +103,7 @@ def make_private(
         settings = replace(settings, noise_multiplier=found)
     rule = with_count_noise(rule, settings.noise_multiplier, batch_size)
     options = {"batch_dim": batch_dim, "memory": memory, "fallback": fallback}
-    engine = Engine(model, loss_fn, rule, nonfinite, options, divided if by_graph else None)
+    engine = Engine(model, loss_fn, rule, nonfinite, options, divided if by_graph else None, recompute)
     sampler = Poisson(n, batch_size / n, drawing) if sampling == "poisson" else Shuffled(n, batch_size, drawing)
     run = Run(
         model, optimizer, scheduler, settings, engine, noise, sampler, samples, divided, before, progress
