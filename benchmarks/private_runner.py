@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 from gpu import eager, in_float32
 from gpu_contenders import Task
-from gpu_entrant import Pools, Row, Truth, clean, compared, on_gpu, pools, taken
+from gpu_entrant import Row, Truth, clean, compared, on_gpu, pools, taken
 from private_steps import OPTIMIZERS, Private, Trainer, Training
 
 from eachgrad.kernels.signals import Slot
@@ -114,7 +114,7 @@ class Runner:
         self.rounds: list[Steps] = []
         self.unusual: list[float] = []
         clean()
-        before, fewest = pools(), allocated()
+        self.before, fewest = pools(), allocated()
         start = time.perf_counter()
         self.trainer = build(self.training)
         for _ in range(WARM_UP):
@@ -123,14 +123,14 @@ class Runner:
         self.row: Row = {"cold_seconds": time.perf_counter() - start}
         if on_gpu():
             self.row["allocated_at_most"] = torch.cuda.max_memory_allocated() - fewest
-            self.row["bytes"] = self.peak(before)
 
-    def peak(self, before: Pools) -> int:
-        """The most bytes during a usual step, with all that is kept between steps."""
-        while True:
-            found = taken(self.trainer.step, before)
-            if self.trainer.was_usual():
-                return found
+    def peak(self) -> int:
+        """The most bytes during a usual step, of as many samples as one may have, with all that is kept between steps."""
+        with self.trainer.full():
+            while True:
+                found = taken(self.trainer.step, self.before)
+                if self.trainer.was_usual():
+                    return found
 
     def round(self) -> None:
         """Time so many usual steps."""
@@ -183,6 +183,8 @@ class Runner:
 
     def finish(self) -> None:
         """What is looked at once, after all rounds."""
+        if on_gpu():
+            self.row["bytes"] = self.peak()
         self.row["host"] = self.host(alone=True)
         self.row["host_in_flow"] = self.host(alone=False)
         self.row["waits"] = self.waits()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from eachgrad.private import make_private
+from eachgrad.private.sampling import Poisson
 from eachgrad.replay import Replay
 from eachgrad.step import Step
 
@@ -50,6 +52,10 @@ class Trainer(Protocol):
 
     def was_usual(self) -> bool:
         """Whether the last step was one like most others: none that measured where the samples lie, or followed on it."""
+        ...
+
+    def full(self) -> AbstractContextManager[None]:
+        """Within it, a step has as many samples as it may have."""
         ...
 
 
@@ -99,6 +105,9 @@ class Plain:
 
     def was_usual(self) -> bool:
         return True
+
+    def full(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Drawn(Plain):
@@ -166,6 +175,15 @@ class Private:
 
     def was_usual(self) -> bool:
         return self._usual
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        """As many as one piece has at most: two pieces are half of that and more each, one after the other."""
+        largest = self.run.loader.divided.largest
+        with patch.object(Poisson, "_drawn", lambda sampler: list(range(largest))):
+            while self.drawn[-1] != [largest]:  # what was drawn before comes first
+                self.step()
+            yield
 
     def answers(self) -> list[tuple[Task, Found]]:
         """Each piece of one more step, as a task of its own, and its clipped sum; the model is left as it is."""
