@@ -1,7 +1,8 @@
 """A private training run on a GPU, step by step: its time, memory and host work beside plain, compiled training.
 
     python benchmarks/private_gpu.py [--models gpt2 vit] [--contenders private private_half] [--optimizer adamw]
-                                     [--dtype fp32] [--rounds 5] [--steps 20] [--budget SECONDS] [--json FILE.json] [--tiny]
+                                     [--dtype fp32] [--rounds 5] [--steps 20] [--warm 80] [--turns FILE] [--budget SECONDS]
+                                     [--json FILE.json] [--tiny]
 
 A step is everything from the draw of its samples to the updated parameters: for `plain_compiled` B of them, for the
 private ones what `run.loader` draws, B on average. Both gather them from a data set on the device. Plain training takes
@@ -28,7 +29,7 @@ from gpu import about, late, prepare, quartiles, reason
 from gpu_contenders import Task
 from gpu_entrant import Row, clean, on_gpu
 from gpu_models import MODELS
-from private_runner import Runner, Steps
+from private_runner import Runner, Steps, Turns
 from private_steps import OPTIMIZERS, Drawn, Plain, Private, Trainer, Training, data_for
 from timing import ratio, write
 
@@ -81,28 +82,36 @@ def race(name: str, options: argparse.Namespace, say: Callable[[str], None]) -> 
     with torch.device("cuda" if on_gpu() else "cpu"):
         task = Task(MODELS[name](options.tiny), "private", options.dtype, options.backend)
         data = data_for(task.setup)
-    base = Runner(CONTENDERS[BASE], task, data, options)
+    turns = Turns(options.turns)
+    with turns.beside_others():
+        base = Runner(CONTENDERS[BASE], task, data, options)
+        base.weigh()
     say(f"{name}: {BASE} ready after {base.row['cold_seconds']:.1f} s")
     rows: dict[str, Row] = {BASE: {}}
     for contender in options.contenders:
         try:
             if late(options):
                 raise TimeoutError("not run: the budget was spent")
-            runner = Runner(CONTENDERS[contender], task, data, options)
+            with turns.beside_others():
+                runner = Runner(CONTENDERS[contender], task, data, options)
             say(f"{name}: {contender} ready after {runner.row['cold_seconds']:.1f} s")
-            for _ in range(options.rounds):
-                base.round()
-                runner.round()
-            runner.finish()
+            with turns.alone():
+                for _ in range(options.rounds):
+                    base.round()
+                    runner.round()
+                runner.look()
+            with turns.beside_others():
+                runner.check()
             rows[contender] = figures(runner, base)
         except Exception as error:  # whatever a contender raises is its result
             rows[contender] = {"error": reason(error)}
         runner = None
         clean()
         say(line(name, contender, rows[contender]))
-    if not base.rounds:
-        base.round()
-    base.finish()
+    with turns.alone():
+        if not base.rounds:
+            base.round()
+        base.look()
     rows[BASE] = figures(base, base)
     say(line(name, BASE, rows[BASE]))
     return rows
@@ -159,6 +168,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp32"], help="bf16: autocast")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20, help="in a round")
+    parser.add_argument("--warm", type=int, default=0, help="steps of a private run before the first round, at least")
+    parser.add_argument("--turns", type=Path, help="a file by which several processes agree on who measures")
     parser.add_argument("--budget", type=float, help="seconds after which nothing new is begun")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tiny", action="store_true", help="small models, for a smoke test")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import copy
+import fcntl
 import statistics
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -117,20 +118,22 @@ class Runner:
         self.before, fewest = pools(), allocated()
         start = time.perf_counter()
         self.trainer = build(self.training)
-        for _ in range(WARM_UP):
+        for _ in range(max(WARM_UP, options.warm if isinstance(self.trainer, Private) else 0)):
             self.trainer.step()
         sync()
         self.row: Row = {"cold_seconds": time.perf_counter() - start}
         if on_gpu():
             self.row["allocated_at_most"] = torch.cuda.max_memory_allocated() - fewest
 
-    def peak(self) -> int:
+    def weigh(self) -> None:
         """The most bytes during a usual step, of as many samples as one may have, with all that is kept between steps."""
+        if not on_gpu() or "bytes" in self.row:
+            return
         with self.trainer.full():
-            while True:
+            while "bytes" not in self.row:
                 found = taken(self.trainer.step, self.before)
                 if self.trainer.was_usual():
-                    return found
+                    self.row["bytes"] = found
 
     def round(self) -> None:
         """Time so many usual steps."""
@@ -181,15 +184,47 @@ class Runner:
             if self.trainer.was_usual():
                 return [f"{Path(w.filename).name}:{w.lineno}" for w in said if "called a synchron" in str(w.message)]
 
-    def finish(self) -> None:
-        """What is looked at once, after all rounds."""
-        if on_gpu():
-            self.row["bytes"] = self.peak()
+    def look(self) -> None:
+        """What is measured once, after all rounds."""
+        self.weigh()
         self.row["host"] = self.host(alone=True)
         self.row["host_in_flow"] = self.host(alone=False)
         self.row["waits"] = self.waits()
+
+    def check(self) -> None:
+        """What a private run has done, and whether it is right."""
         if isinstance(self.trainer, Private):
             self.row |= facts(self.trainer) | checked(self.trainer)
+
+
+class Turns:
+    """Lets several processes warm up side by side, each measuring alone: by a lock on a file that all of them name."""
+
+    def __init__(self, path: Path | None):
+        self.file = path and path.open("w")
+
+    @contextmanager
+    def beside_others(self) -> Iterator[None]:
+        with self._locked(fcntl.LOCK_SH):
+            yield
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._locked(fcntl.LOCK_EX):
+            yield
+            sync()
+
+    @contextmanager
+    def _locked(self, how: int) -> Iterator[None]:
+        if self.file is None:
+            yield
+            return
+        sync()
+        fcntl.flock(self.file, how)
+        try:
+            yield
+        finally:
+            fcntl.flock(self.file, fcntl.LOCK_UN)
 
 
 def allocated() -> int:

@@ -104,6 +104,20 @@ def test_one_graph_has_the_answers_for_every_size(name):
     assert {size for size, _ in step.checked} == {9, 12, 8, 10, 13}  # 3 samples and 1 are filled up to 8
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_few_samples_are_taken_as_they_come(name):
+    """In all orders of large and small ones, also where a small batch is the first that is measured."""
+    torch.manual_seed(0)
+    make, batch = MODELS[name]
+    for drawn in ((2, 4, 3, 5, 1, 2, 6, 4, 1, 3), (5, 3, 2, 1, 2, 2, 4, 9, 1, 3)):
+        ask = asked(make(), fewest=2)
+        for n in drawn:
+            assert_right(ask, batch(n))
+        assert not ask.reasons()
+        sizes = {size for graph in ask.graphs for step in graph.step.values() for size, _ in step.checked}
+        assert sizes >= {2, 3}
+
+
 @pytest.mark.parametrize("name", ["tied", "convolutions"])
 def test_answers_are_those_of_a_loop(name):
     torch.manual_seed(0)
@@ -351,6 +365,8 @@ def test_sizes():
 def test_what_is_no_unit_is_refused(dynamic):
     with pytest.raises(ValueError, match="dynamic is True, or a number"):
         asked(nn.Linear(d, 3), dynamic=dynamic)
+    with pytest.raises(ValueError, match="at least 2"):
+        asked(nn.Linear(d, 3), fewest=1)
     with pytest.raises(ValueError, match="pass one of them"):
         asked(nn.Linear(d, 3), pad_to=8)
     with pytest.raises(ValueError, match="skip an empty one"):

@@ -40,6 +40,7 @@ def compile(
     mode: str | None = None,
     pad_to: int | Sequence[int] | None = None,
     dynamic: bool | int = False,
+    fewest: int = padding.FEWEST,
     copies: bool = True,
     recompute: float = 0.1,
     **queries: Query,
@@ -52,8 +53,9 @@ def compile(
 
     Each size of a batch has a graph of its own, unless `pad_to` says to how many samples batches are filled up: then one
     graph does for all, or one for each of several sizes, of which a batch gets the next. `dynamic` compiles one graph for
-    batches of any size; a number has them filled up to its next multiple. Filled up is every tensor of the batch that has
-    B entries along `batch_dim`, as its first one has.
+    batches of any size; a number has them filled up to its next multiple. Smaller ones than `fewest` are filled up to that,
+    since where samples lie is measured more surely with more of them. Filled up is every tensor of the batch that has B
+    entries along `batch_dim`, as its first one has.
 
     `mode="reduce-overhead"` (and "max-autotune") replays a CUDA graph, whose answers are copied for you: the next replay
     overwrites them. `copies=False` spares the copy, for loops that are done with an answer before the next call.
@@ -61,8 +63,8 @@ def compile(
     `recompute` is the share of what the backward needs of the forward that may be computed again instead of kept, as far as
     pointwise ops do: 1.0 takes the least memory, 0.0 the least time.
     """
-    options = {"backend": backend, "mode": mode}
-    return Compiled(model, loss_fn, queries, batch_dim, options, padding.sizes_of(pad_to, dynamic), copies, recompute)
+    options, sizes = {"backend": backend, "mode": mode}, padding.sizes_of(pad_to, dynamic, fewest)
+    return Compiled(model, loss_fn, queries, batch_dim, options, sizes, copies, recompute)
 
 
 class Compiled:
@@ -96,11 +98,12 @@ class Compiled:
         # A compiler around this one has nothing to see here.
         self._answered: Any = torch.compiler.disable(self._answer_for)
         self._apart = ""  # why each size has a graph of its own, where one was asked for all
+        self._failed = False  # whether that is because none for all could be compiled
         self._front = self._begun()
 
     def _begun(self) -> Any:
         front = _losses_of(self.model, self.loss_fn, weighted=self.sizes is not None)
-        dynamic = None if self.sizes is not None and self.sizes.are_open else False  # None: as far as it is marked
+        dynamic = None if self.is_open else False  # None: as far as it is marked
         return torch.compile(front, fullgraph=True, dynamic=dynamic, backend=self._backend)
 
     @property
@@ -108,13 +111,33 @@ class Compiled:
         """What all sizes are multiples of."""
         return 1 if self.sizes is None else self.sizes.unit
 
-    def part(self, reason: str, exact: bool) -> None:
-        """Go on with a graph for each size, of which there are few, unless they are to be `exact`."""
+    @property
+    def is_open(self) -> bool:
+        """Whether one graph is for batches of any size."""
+        return self.sizes is not None and self.sizes.are_open
+
+    def part(self, reason: str, exact: bool, failed: bool = False) -> None:
+        """Go on with a graph for each size, of which there are few, unless they are to be `exact`.
+
+        `failed`: the one for any size could not be compiled, and perhaps none can.
+        """
         assert self.sizes is not None
+        exact = exact or any(graph.counts for graph in self.graphs)
         self.sizes = replace(self.sizes, few=not exact, exact=exact)
-        self._apart = f"each size has a graph of its own: {reason}"
-        self.graphs.clear()
+        self._apart, self._failed = reason, failed
+        self._drop()
         self._front = self._begun()
+
+    def hear(self, reason: str) -> None:
+        """A graph of one size cannot be compiled: if none is, and none for any size could be, no other is tried."""
+        if self._failed and not any(graph.step for graph in self.graphs):
+            self._refused, self._apart = f"{reason}; {self._apart}", ""
+            self._drop()
+
+    def _drop(self) -> None:
+        self.settle()
+        self.release()  # the compiler may hold what is dropped for a while
+        self.graphs.clear()
 
     def __call__(self, *batch: Any) -> Answer:
         """The answers for this batch."""
@@ -163,7 +186,8 @@ class Compiled:
 
     def reasons(self) -> list[str]:
         """Why batches are answered eagerly, or without a CUDA graph where one was asked for."""
-        refused = [reason for reason in (self._refused, self._apart) if reason]
+        apart = self._apart and f"each size has a graph of its own: {self._apart}"
+        refused = [reason for reason in (self._refused, apart) if reason]
         return refused + [reason for graph in self.graphs for reason in graph.reasons()]
 
     def with_room(self, run: Callable[[], Answer]) -> Answer:
@@ -185,6 +209,11 @@ class Compiled:
             raise NotCompiled("the forward keeps a tensor for later, beside the losses")
         forward = Forward(self.model, self.queries, gm)
         graph = Graph(self, forward, dynamic=any(isinstance(a, torch.SymInt) for a in example))
+        if graph.dynamic and not self.is_open:
+            graph.traces = False
+            graph.reason = (
+                "a size is marked as dynamic for the compiler, where each has a graph of its own: do not mark it"
+            )
         self.graphs.append(graph)
 
         def run(*args: Any) -> Any:

@@ -28,6 +28,7 @@ class Sizes:
     unit: int = 1
     few: bool = False  # of the multiples, a few for each power of two
     exact: bool = False  # nothing is filled up: each size has its graph
+    fewest: int = FEWEST  # where any number may come
 
     @property
     def are_open(self) -> bool:
@@ -37,7 +38,7 @@ class Sizes:
     def fit(self, B: int) -> int:
         """The size for a batch of B samples."""
         if not self.given and B:
-            return B if self.exact else self._up(max(B, FEWEST))
+            return B if self.exact else self._up(max(B, self.fewest))
         if not self.given:
             raise ValueError("a batch without samples has no answer: skip an empty one")
         if not 0 < B <= self.given[-1]:
@@ -67,12 +68,16 @@ class Padding:
         return Answer(**found, losses=answer.losses[: self.samples])
 
 
-def sizes_of(pad_to: int | Sequence[int] | None, dynamic: bool | int) -> Sizes | None:
+def sizes_of(pad_to: int | Sequence[int] | None, dynamic: bool | int, fewest: int = FEWEST) -> Sizes | None:
     """The sizes that batches are filled up to; None where each has its own."""
+    if isinstance(fewest, bool) or not isinstance(fewest, int) or fewest < 2:
+        raise ValueError(
+            f"fewest is a number of samples, at least 2, not {fewest!r}: for a compiler one is a special case"
+        )
     if not isinstance(dynamic, int) or dynamic < 0:
         raise ValueError(f"dynamic is True, or a number that sizes are multiples of, not {dynamic!r}")
     if pad_to is None:
-        return Sizes(unit=int(dynamic)) if dynamic else None
+        return Sizes(unit=int(dynamic), fewest=fewest) if dynamic else None
     if dynamic:
         raise ValueError("pad_to has the sizes of batches, and dynamic allows for all: pass one of them")
     sizes = (pad_to,) if isinstance(pad_to, int) else tuple(pad_to) if isinstance(pad_to, Sequence) else ()

@@ -150,18 +150,10 @@ class Graph:
             if known:
                 raise
             return None
-        except NotAlike as error:
-            self.plan = None
-            self.owner.part(str(error), self.counts)
-            return None
         except Exception as error:  # whatever the compiler says of what it cannot trace
-            if self.dynamic and known and given.kind not in self.step[key].checked:
-                self.owner.part(f"{given.size} samples: {first_line(error)}", self.counts)
-                return None
-            if known:
+            if known and not (self.dynamic and given.kind not in self.step[key].checked):
                 raise
-            self.plan, self.traces = None, False
-            self.reason = f"it cannot be traced: {first_line(error)}"
+            self._give_up(error, f"{given.size} samples" if known else "")
             return None
         self.step[key] = step
         self.fresh = None if given.kind in step.checked else step
@@ -171,6 +163,21 @@ class Graph:
         doubt = step.has_doubt()
         self.owner.unsettled.remove(step)
         return None if doubt else found
+
+    def _give_up(self, error: Exception, when: str) -> None:
+        """Go on without this graph: with those of single sizes where it is for any, unless they would not do either.
+
+        `when`: at which size, if it has been compiled.
+        """
+        self.plan, said = None, first_line(error)
+        if isinstance(error, NotAlike):
+            self.owner.part(str(error), self.counts)
+        elif self.dynamic and not isinstance(error, NotCompiled):
+            self.owner.part(f"{when or 'one for any cannot be compiled'}: {said}", self.counts, failed=not when)
+        else:
+            self.traces, self.reason = False, f"it cannot be traced: {said}"
+            if not isinstance(error, NotCompiled):
+                self.owner.hear(self.reason)
 
     def _measure(self, args: tuple, given: Given, B: int, fixed: Tensor | None) -> None:
         """Find out where the samples lie in this graph, or why it cannot be compiled.

@@ -30,6 +30,7 @@ class Pieces:
     unit: int = 1  # what all sizes are multiples of, if there are several
     price: float = 0.0  # of a piece beside its samples, in samples
     multiple: int = 0  # with a graph of any size: what it takes multiples of, up to the one size that there is
+    fewest: int = FEWEST  # and what fewer samples are filled up to
     _known: dict[int, list[int]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
@@ -39,7 +40,7 @@ class Pieces:
     @property
     def options(self) -> dict[str, Any]:
         """Those of `eachgrad.compile`."""
-        return {"dynamic": self.multiple} if self.multiple else {"pad_to": self.sizes}
+        return {"dynamic": self.multiple, "fewest": self.fewest} if self.multiple else {"pad_to": self.sizes}
 
     def filled(self, samples: int) -> int:
         """What a piece of so many samples is filled up to; a graph does that by itself."""
@@ -79,7 +80,7 @@ def pieces(given: int | None, n: int, batch_size: int, graphs: int | str, varies
     if given is not None:
         checks.check_size("max_physical_batch", given)
     most = min(n, given or n)
-    if graphs == "any" and varies and most >= FEWEST:
+    if graphs == "any" and varies and most >= _fewest(batch_size):
         return any_pieces(batch_size, min(most, _largest(batch_size, n) if given else _usual(batch_size)))
     if graphs:
         return best_pieces(batch_size, most, varies, graphs if isinstance(graphs, int) else 1)
@@ -98,9 +99,14 @@ def _usual(batch_size: int) -> int:
 
 def any_pieces(batch_size: int, most: int) -> Pieces:
     """Pieces of any size up to the most that there may be."""
-    most = max(FEWEST, most)
+    most = max(_fewest(batch_size), most)
     multiple = 1 << (max(1, min(batch_size // PARTS, most // 4)).bit_length() - 1)
-    return Pieces((most // multiple * multiple,), multiple=multiple)
+    return Pieces((most // multiple * multiple,), multiple=multiple, fewest=_fewest(batch_size))
+
+
+def _fewest(batch_size: int) -> int:
+    """What pieces are filled up to, where any number of samples has a graph: less is drawn seldom."""
+    return max(2, min(FEWEST, batch_size // 2))
 
 
 def best_pieces(batch_size: int, most: int, varies: bool, graphs: int) -> Pieces:

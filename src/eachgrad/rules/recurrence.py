@@ -148,12 +148,28 @@ def _reserved(kind: str, steps: int, B: int, H: int, dtype: torch.dtype, biased:
         return reserve.numel(), packed.numel()
 
 
+def _by_cudnn(z: Tensor) -> bool:
+    """Whether it is computed by cuDNN, which keeps what it likes for a backward."""
+    return z.is_cuda
+
+
+def _kept(
+    kind: str, steps: int, B: int | torch.SymInt, H: int, dtype: torch.dtype, biased: bool
+) -> tuple[int | torch.SymInt, int | torch.SymInt]:
+    """As `_reserved`; in a graph for any number of samples, sizes that are read off the tensors when it runs."""
+    if not isinstance(B, torch.SymInt):
+        return _reserved(kind, steps, B, H, dtype, biased)
+    # cuDNN chooses by the batch how it computes, and so what it keeps: that need not be so much for each sample.
+    context = torch.library.get_ctx()
+    return context.new_dynamic_size(), context.new_dynamic_size()
+
+
 @torch.library.register_fake("eachgrad::recurrence", lib=library)
 def _(z: Tensor, w_hh: Tensor, b_hh: Tensor | None, state: list[Tensor], kind: str, steps: int) -> list[Tensor]:
     (B, H), N = state[0].shape, z.shape[0]
     found = [z.new_empty(N, H), *(torch.empty_like(s) for s in state)]
-    if z.is_cuda:
-        reserve, packed = _reserved(kind, steps, B, H, z.dtype, b_hh is not None)
+    if _by_cudnn(z):
+        reserve, packed = _kept(kind, steps, B, H, z.dtype, b_hh is not None)
         return [*found, z.new_empty(reserve, dtype=torch.uint8), z.new_empty(packed)]
     kept = {"lstm": (1, 4, 1, 1), "gru": (1, 3, 1)}.get(kind, (1, 1))
     return [*found, *(z.new_empty(N, width * H) for width in kept)]
@@ -170,6 +186,7 @@ def _(
 def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     z, w_hh, b_hh, state, ctx.kind, ctx.steps = inputs
     ctx.biased, ctx.states = b_hh is not None, len(state)
+    ctx.set_materialize_grads(False)  # or what is kept, of a size that is in no graph, gets a gradient of zeros
     ctx.save_for_backward(z, w_hh, *([b_hh] if ctx.biased else []), *state, *output)
 
 
