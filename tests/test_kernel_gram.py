@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ SIZES = [
     (2, 300, 8, 64),
 ]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MANY = torch.ops.eachgrad.gram_norms_of_many
 
 
 def problem(size: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -126,6 +129,65 @@ def test_it_is_an_op():
         torch.library.opcheck(torch.ops.eachgrad.gram_norms.default, (laid("positions first", left), right))
 
 
+# Widths of pairs: alike, one wider than a step of the other, not aligned, one alone that has other tiles.
+WIDTHS = [(24, 40), (16, 88), (8, 16), (19, 70), (40, 24), (200, 33), (1, 1)]
+
+
+def problems(B: int, T: int, dtype: torch.dtype, widths=WIDTHS) -> tuple[list[Tensor], list[Tensor]]:
+    given = [problem((B, T, p, d), dtype) for p, d in widths]
+    return [left for left, _ in given], [right for _, right in given]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("T", [1, 17, 130])
+def test_many_in_torchs_own_ops(T, dtype):
+    lefts, rights = problems(3, T, dtype)
+    found = MANY(lefts, rights)
+    for left, right, parts in zip(lefts, rights, found, strict=True):
+        assert torch.equal(parts, gram.gram_parts(left, right))
+        check(left, right, *parts.sum(2).unbind())
+
+
+def test_many_of_nothing():
+    lefts, rights = problems(3, 17, torch.bfloat16)
+    assert MANY([t[:0] for t in lefts], [t[:0] for t in rights]).shape == (len(WIDTHS), 2, 0, 1)
+    assert MANY([t[:, :0] for t in lefts], [t[:, :0] for t in rights]).shape == (len(WIDTHS), 2, 3, 0)
+    assert not MANY([t[..., :0] for t in lefts], rights).any()
+
+
+def test_pairs_that_are_not_alike_are_refused():
+    lefts, rights = problems(3, 17, torch.bfloat16, WIDTHS[:2])
+    with pytest.raises(ValueError, match="no pairs"):
+        gram.plain_of_many([], [])
+    with pytest.raises(ValueError, match="no pairs"):
+        MANY(lefts, rights[:1])
+    for change in (lambda t: t[:2], lambda t: t[:, :16], lambda t: t.half()):
+        with pytest.raises(ValueError, match="one B, T, dtype and device"):
+            MANY([lefts[0], change(lefts[1])], [rights[0], change(rights[1])])
+    with pytest.raises(TypeError, match="both must be of one of"):
+        MANY([t.double() for t in lefts], [t.double() for t in rights])
+
+
+def test_many_is_an_op():
+    for B, T in ((3, 17), (2, 130)):
+        lefts, rights = problems(B, T, torch.bfloat16, WIDTHS[:5])
+        torch.library.opcheck(MANY.default, (lefts, rights))
+        torch.library.opcheck(MANY.default, ([laid("positions first", t) for t in lefts], rights))
+
+
+def test_many_of_any_number_of_samples():
+    """The number of samples is left open, and no guard is made of it."""
+    given = problems(5, 17, torch.bfloat16, WIDTHS[:3])
+    run = torch.compile(lambda lefts, rights: MANY(lefts, rights).sum(3), backend="aot_eager", fullgraph=True)
+    for t in (*given[0], *given[1]):
+        torch._dynamo.mark_dynamic(t, 0)
+    for B in (5, 3, 9):
+        some = problems(B, 17, torch.bfloat16, WIDTHS[:3])
+        lefts, rights = given if B == 5 else some
+        with torch.compiler.set_stance("default" if B == 5 else "fail_on_recompile"):
+            assert torch.equal(run(lefts, rights), MANY(lefts, rights).sum(3))
+
+
 def test_tiles_fit_what_there_is():
     assert gram.tiling(197, 3072, torch.bfloat16)[:3] == (128, 128, 8)
     assert gram.tiling(50, 20, torch.float16)[:3] == (64, 32, 4)
@@ -167,6 +229,56 @@ def interpreted() -> None:
     empty_and_infinite()
 
 
+def interpreted_many() -> None:
+    """Several pairs of one launch, or of several: to the last bit what each of them is by itself."""
+    # Widths small, as the interpreter is slow; with three tiles a side more than one turn of samples.
+    widths = [(24, 40), (16, 8), (19, 20), (33, 1), (8, 48), (40, 24)]
+    for B, T, dtype, some in (
+        (1, 1, torch.float16, SMALL),
+        (3, 17, torch.float32, SMALL[:1]),
+        (10, 33, torch.float16, SMALL[1:2]),
+        (3, 50, torch.float16, SMALL[2:]),
+    ):
+        lefts, rights = problems(B, T, dtype, widths)
+        for tiles, kinds in itertools.product(some, (("apart",), KINDS) if B == 1 else (KINDS[:3],)):
+            a, b = ([laid(kinds[k % len(kinds)], t) for k, t in enumerate(ts)] for ts in (lefts, rights))
+            with Poisoned():
+                found = gram.launched_of_many(a, b, tiles)
+            alone = torch.stack([gram.launched(x, y, tiles) for x, y in zip(a, b, strict=True)])
+            assert torch.equal(found, alone), (B, T, dtype, tiles, kinds)
+            for left, right, parts in zip(lefts, rights, found, strict=True):
+                check(left, right, *parts.sum(2).unbind())
+    many_at_the_edge(*problems(2, 17, torch.float16, widths))
+
+
+def many_at_the_edge(lefts: list[Tensor], rights: list[Tensor]) -> None:
+    """Nothing is read beyond the end, and there may be nothing."""
+    last = [[last_in_memory(t) for t in ts] for ts in (lefts, rights)]
+    for tiles in SMALL[:2]:
+        assert torch.equal(gram.launched_of_many(*last, tiles), gram.launched_of_many(lefts, rights, tiles))
+    for cut in ((slice(0), slice(None)), (slice(None), slice(0))):
+        assert not gram.launched_of_many([t[cut] for t in lefts], [t[cut] for t in rights]).numel()
+    assert not gram.launched_of_many([t[..., :0] for t in lefts], rights).any()
+
+
+def launches(lefts: list[Tensor], rights: list[Tensor], tiles: Tiling | None = None) -> list[list[int]]:
+    """Which pairs each launch has."""
+    found = []
+    with mock.patch.object(gram, "_launch", lambda pairs, out: found.append([pair.place for pair in pairs])):
+        gram.launched_of_many(lefts, rights, tiles)
+    return found
+
+
+def test_the_widest_pairs_of_a_kind_go_first():
+    widths = [(64, 128), (128, 512), (128, 128), (512, 128), (384, 128), (130, 128), (32, 16), (130, 130), (128, 131)]
+    lefts, rights = problems(2, 65, torch.bfloat16, widths)
+    # Four at a time; what cannot be copied in bulk is by itself, and so is what has other tiles.
+    assert launches(lefts, rights) == [[1, 3, 4, 2], [0], [7, 8, 5], [6]]
+    # Of what has to be copied first, one copy is there at a time.
+    lefts[3], lefts[7] = (laid("columns in a row", lefts[k]) for k in (3, 7))
+    assert launches(lefts, rights) == [[3], [7], [1, 4, 2, 0], [8, 5], [6]]
+
+
 def last_in_memory(t: Tensor) -> Tensor:
     """t before a page that may not be read: whoever does is ended."""
     size = t.nbytes + -t.nbytes % mmap.PAGESIZE
@@ -199,6 +311,23 @@ def empty_and_infinite() -> None:
 def test_by_its_kernel_without_a_gpu():
     """Everything is written, nothing beyond the ends, and nothing around the factors is read."""
     assert_as_in_float64("import test_kernel_gram as t; t.interpreted()")
+
+
+def test_many_by_their_kernel_without_a_gpu():
+    assert_as_in_float64("import test_kernel_gram as t; t.interpreted_many()")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("T", [1, 50, 197, 300])
+def test_many_by_their_kernel(T, dtype):
+    lefts, rights = problems(5, T, dtype, [*WIDTHS, (256, 128), (128, 384), (512, 128), (128, 128), (96, 64)])
+    for kinds in (("apart",), KINDS):
+        a, b = ([laid(kinds[k % len(kinds)], t.cuda()) for k, t in enumerate(ts)] for ts in (lefts, rights))
+        found = MANY(a, b)
+        assert torch.equal(found, torch.stack([gram.gram_parts(x, y) for x, y in zip(a, b, strict=True)]))
+        for left, right, parts in zip(lefts, rights, found.cpu(), strict=True):
+            check(left, right, *parts.sum(2).unbind(), far=1e-5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

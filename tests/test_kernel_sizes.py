@@ -41,6 +41,7 @@ ASKED = {
         lambda: [torch.empty(B, 16), torch.empty(B), torch.empty(B, dtype=torch.int64)],
     ),
     "gram_norms": (ops.gram_norms, lambda: rows(2)),
+    "gram_norms_of_many": (lambda a, b, c, d: ops.gram_norms_of_many([a, b], [c, d]), lambda: rows(4)),
     "joined": (lambda *parts: ops.joined([*parts]), lambda: [torch.empty(B, k) for k in (3, 5)]),
     "entropies": (
         lambda logits, target: ops.entropies(logits, target, -100),

@@ -14,6 +14,7 @@ from eachgrad.chains import spread
 from eachgrad.entropy import write_over
 from eachgrad.functions import without_autocast
 from eachgrad.kernels.signals import Slot
+from eachgrad.launches import together
 from eachgrad.laying import laid_out
 from eachgrad.ordering import in_order, soon
 from eachgrad.padding import opened
@@ -133,6 +134,7 @@ def _tidied(traced: GraphModule, options: dict[str, Any], share: float) -> dict[
             recompute(traced.graph, turn_of(traced.graph), share=share)
             traced.graph = laid_out(traced)
             soon(traced.graph, turn_of(traced.graph))
+            together(traced.graph)
             write_over(traced.graph)  # last: whatever moves nodes takes a graph that does not write
             options = in_order(options)
     traced.recompile()

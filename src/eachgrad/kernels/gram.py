@@ -2,12 +2,13 @@
 
 |A^T G|^2 = sum (A A^T) * (G G^T) for each sample. Here a tile of both Grams stays in registers, and a tile below the
 diagonal is not formed: it is the mirror image of one above. For the 48 layers of ViT-B/16 (64 samples of 197 positions) an
-H200 took 2.3 ms, and 3.7 ms by two products for each, which it wrote, read and added. The Triton code is apart, as triton is
+H200 took 2.25 ms, and 11.0 by two products for each, which it wrote, read and added (benchmarks/kernels.py). The Triton code is apart, as triton is
 there only where a GPU is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -25,6 +26,10 @@ BLOCK, STEP, STAGES = 128, 128, 3
 STEP_SMALL, STAGES_SMALL = 64, 4
 # In float32 numbers take twice the room, and the products are made without tensor cores.
 BLOCK_FLOAT32, STEP_FLOAT32, STAGES_FLOAT32 = 64, 32, 3
+# Pairs of one launch. Of 64 samples of 197 positions one has 192 programs, 1.45 for each multiprocessor of an H200, and takes
+# as long as 2 for each; four have 5.8, and take as long as 6: ViT's 48 layers 1.72 ms, and 2.25 one by one (benchmarks/kernels.py).
+MOST = 4
+TURN = 48  # programs, about, of which those that read most go first; no others have been tried
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -71,6 +76,17 @@ def _check(left: Tensor, right: Tensor) -> None:
         raise ValueError(f"left {tuple(left.shape)} and right {tuple(right.shape)} must be (B, T, p) and (B, T, d)")
 
 
+def _check_many(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> None:
+    if not lefts or len(lefts) != len(rights):
+        raise ValueError(f"{len(lefts)} lefts and {len(rights)} rights are no pairs")
+    for left, right in zip(lefts, rights, strict=True):
+        _check(left, right)
+    # The kernel goes by the sizes of the first, and by addresses.
+    kinds = {(*t.shape[:2], t.dtype, t.device) for t in (*lefts, *rights)}
+    if len(kinds) > 1:
+        raise ValueError(f"pairs must have one B, T, dtype and device, not {sorted(map(str, kinds))}")
+
+
 def _tiles(left: Tensor, right: Tensor) -> Tiling:
     return tiling(left.shape[1], max(left.shape[2], right.shape[2]), left.dtype)
 
@@ -102,26 +118,86 @@ def _is_bulk(t: Tensor) -> bool:
     return t.numel() > 0 and nested and aligned and _copies_tiles(t.device)
 
 
+class _Pair(NamedTuple):
+    """Two factors as a kernel takes them, and which of all pairs they are."""
+
+    left: Tensor
+    right: Tensor
+    tiles: Tiling
+    bulk: bool
+    place: int = 0
+
+    @classmethod
+    def of(cls, left: Tensor, right: Tensor, tiles: Tiling | None, place: int = 0) -> _Pair:
+        tiles = tiles or _tiles(left, right)
+        left, right = (t if t.stride(2) == 1 else t.contiguous() for t in (left, right))
+        return cls(left, right, tiles, tiles.bulk and _is_bulk(left) and _is_bulk(right), place)
+
+    @property
+    def width(self) -> int:
+        return self.left.shape[2] + self.right.shape[2]
+
+
+def _room(left: Tensor, tiles: Tiling, *pairs: int) -> Tensor:
+    side = _side(left.shape[1], tiles)
+    return left.new_empty((*pairs, 2, left.shape[0], side * (side + 1) // 2), dtype=torch.float32)
+
+
 def launched(left: Tensor, right: Tensor, tiles: Tiling | None = None) -> Tensor:
     """The same by the kernel."""
-    from eachgrad.kernels.triton_gram import gram_kernel
-
     _check(left, right)
-    tiles = tiles or _tiles(left, right)
-    B, T, _ = left.shape
-    side = _side(T, tiles)
-    out = left.new_empty((2, B, side * (side + 1) // 2), dtype=torch.float32)
-    pair = [t if t.stride(2) == 1 else t.contiguous() for t in (left, right)]
-    sizes = [(t.shape[2], *t.stride()[:2]) for t in pair]
-    unit = 1 if any(n % 8 for size in sizes for n in size) else 8
-    options = {"UNIT": unit, "EVEN": not any(size[0] % tiles.step for size in sizes)}
-    options["BULK"] = tiles.bulk and all(map(_is_bulk, pair))
-    blocks = {"BLOCK": tiles.block, "STEP": tiles.step, "num_warps": tiles.warps, "num_stages": tiles.stages}
-    given = [_described(t, tiles) if options["BULK"] else t for t in pair]
-    shapes = [tuple(n // unit for n in size) for size in sizes]
-    kernel = cast(Any, gram_kernel)
-    kernel[(B * out.shape[2],)](*given, out, T, side, B, *shapes, **blocks, **options)
+    pair = _Pair.of(left, right, tiles)
+    out = _room(left, pair.tiles)
+    _launch([pair], out)
     return out
+
+
+def plain_of_many(lefts: list[Tensor], rights: list[Tensor]) -> Tensor:
+    """What `plain` gives for each pair: (pairs, 2, B, tiles)."""
+    _check_many(lefts, rights)
+    return torch.stack([plain(left, right) for left, right in zip(lefts, rights, strict=True)])
+
+
+def launched_of_many(lefts: list[Tensor], rights: list[Tensor], tiles: Tiling | None = None) -> Tensor:
+    """The same by the kernel, of at most MOST pairs at a time."""
+    _check_many(lefts, rights)
+    out, pairs = _room(lefts[0], tiles or _tiles(lefts[0], rights[0]), len(lefts)), list[_Pair]()
+    for place, (left, right) in enumerate(zip(lefts, rights, strict=True)):
+        pair = _Pair.of(left, right, tiles, place)
+        if pair.left is left and pair.right is right:
+            pairs.append(pair)
+        else:  # at once, so that no two copies are there together
+            _launch([pair], out)
+    # The widest first: what is started last is to be short.
+    pairs.sort(key=lambda pair: -pair.width)
+    for kind in dict.fromkeys((pair.tiles, pair.bulk) for pair in pairs):
+        some = [pair for pair in pairs if (pair.tiles, pair.bulk) == kind]
+        for start in range(0, len(some), MOST):
+            _launch(some[start : start + MOST], out)
+    return out
+
+
+def _launch(pairs: list[_Pair], out: Tensor) -> None:
+    """Let a kernel write what is asked of pairs of one kind, each to its place in `out`."""
+    from eachgrad.kernels.triton_gram import gram_kernel, gram_of_many_kernel
+
+    tiles, bulk, (B, T, _) = pairs[0].tiles, pairs[0].bulk, pairs[0].left.shape
+    side, programs = _side(T, tiles), len(pairs) * B * out.shape[-1]
+    repeated = [*pairs, *pairs[-1:] * (MOST - len(pairs))] if len(pairs) > 1 else pairs
+    given = [t for pair in repeated for t in (pair.left, pair.right)]
+    sizes = [(t.shape[2], *t.stride()[:2]) for t in given]
+    unit = 1 if any(n % 8 for size in sizes for n in size) else 8
+    options = {"UNIT": unit, "EVEN": not any(size[0] % tiles.step for size in sizes), "BULK": bulk}
+    options |= {"BLOCK": tiles.block, "STEP": tiles.step, "num_warps": tiles.warps, "num_stages": tiles.stages}
+    shapes = tuple(tuple(n // unit for n in size) for size in sizes)
+    factors = [_described(t, tiles) if bulk else t for t in given]
+    with torch.cuda.device_of(out):
+        if len(pairs) == 1:
+            room = out if out.ndim == 3 else out[pairs[0].place]
+            cast(Any, gram_kernel)[(programs,)](*factors, room, T, side, B, *shapes, **options)
+            return
+        turn, places = max(1, TURN // max(1, out.shape[-1])), [pair.place for pair in repeated]
+        cast(Any, gram_of_many_kernel)[(programs,)](*factors, out, T, side, B, turn, *places, shapes, **options)
 
 
 def _described(t: Tensor, tiles: Tiling) -> Any:
@@ -135,12 +211,19 @@ def _described(t: Tensor, tiles: Tiling) -> Any:
 library.define("gram_norms(Tensor left, Tensor right) -> Tensor", tags=(torch.Tag.flexible_layout,))
 library.impl("gram_norms", plain, "CPU")
 library.impl("gram_norms", launched, "CUDA")
+library.define("gram_norms_of_many(Tensor[] lefts, Tensor[] rights) -> Tensor", tags=(torch.Tag.flexible_layout,))
+library.impl("gram_norms_of_many", plain_of_many, "CPU")
+library.impl("gram_norms_of_many", launched_of_many, "CUDA")
 
 
 @torch.library.register_fake("eachgrad::gram_norms", lib=library)
 def _(left: Tensor, right: Tensor) -> Tensor:
-    side = _side(left.shape[1], _tiles(left, right))
-    return left.new_empty((2, left.shape[0], side * (side + 1) // 2), dtype=torch.float32)
+    return _room(left, _tiles(left, right))
+
+
+@torch.library.register_fake("eachgrad::gram_norms_of_many", lib=library)
+def _(lefts: list[Tensor], rights: list[Tensor]) -> Tensor:
+    return _room(lefts[0], _tiles(lefts[0], rights[0]), len(lefts))
 
 
 def gram_parts(left: Tensor, right: Tensor) -> Tensor:

@@ -26,6 +26,13 @@ def _pair(tile, side):
 
 
 @triton.jit
+def _tile(i, j, side):
+    """Which of these tiles has this row and column."""
+    line = tl.minimum(i, side - 1 - i)
+    return line * (side + 1) + tl.where(i == line, j - i, j + 1)
+
+
+@triton.jit
 def _rows(x, sample, first, start, T, shape, BLOCK: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
           EVEN: tl.constexpr, BULK: tl.constexpr):  # fmt: skip
     """(BLOCK, STEP) numbers from `start` on of the rows from `first` on, zero beyond the last row and their width."""
@@ -58,14 +65,10 @@ def _gram(x, sample, i, j, T, shape, BLOCK: tl.constexpr, STEP: tl.constexpr, UN
     return total
 
 
-# Batches of texts have other lengths each time: one code for all.
-@triton.jit(do_not_specialize=["T", "side", "samples"])
-def gram_kernel(left, right, out, T, side, samples, left_shape, right_shape, BLOCK: tl.constexpr, STEP: tl.constexpr,
-                UNIT: tl.constexpr, EVEN: tl.constexpr, BULK: tl.constexpr):  # fmt: skip
+@triton.jit
+def _put(out, left, right, sample, i, j, T, side, samples, left_shape, right_shape, BLOCK: tl.constexpr,
+         STEP: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, BULK: tl.constexpr):  # fmt: skip
     """out[0, b, tile] = the sum of a tile of sample b's product of Grams, out[1, b, tile] = that of its sizes."""
-    tiles = side * (side + 1) // 2
-    sample = tl.program_id(0) // tiles
-    i, j = _pair(tl.program_id(0) % tiles, side)
     value = _gram(left, sample, i, j, T, left_shape, BLOCK, STEP, UNIT, EVEN, BULK)
     value *= _gram(right, sample, i, j, T, right_shape, BLOCK, STEP, UNIT, EVEN, BULK)
     # Beyond the edge stand zeros times numbers that may be infinite.
@@ -73,5 +76,60 @@ def gram_kernel(left, right, out, T, side, samples, left_shape, right_shape, BLO
     inside = (i * BLOCK + place < T)[:, None] & (j * BLOCK + place < T)[None, :]
     value = tl.where(inside, value, 0.0)
     times = tl.where(i == j, 1.0, 2.0)
-    tl.store(out + tl.program_id(0), times * tl.sum(value))
-    tl.store(out + (samples.to(tl.int64) * tiles + tl.program_id(0)), times * tl.sum(tl.abs(value)))
+    tiles = (side * (side + 1) // 2).to(tl.int64)
+    out += sample * tiles + _tile(i, j, side)
+    tl.store(out, times * tl.sum(value))
+    tl.store(out + samples * tiles, times * tl.sum(tl.abs(value)))
+
+
+# Batches of texts have other lengths each time: one code for all.
+@triton.jit(do_not_specialize=["T", "side", "samples"])
+def gram_kernel(left, right, out, T, side, samples, left_shape, right_shape, BLOCK: tl.constexpr, STEP: tl.constexpr,
+                UNIT: tl.constexpr, EVEN: tl.constexpr, BULK: tl.constexpr):  # fmt: skip
+    """out (2, B, tiles) of one pair."""
+    tiles = side * (side + 1) // 2
+    sample = tl.program_id(0) // tiles
+    i, j = _pair(tl.program_id(0) % tiles, side)
+    _put(out, left, right, sample, i, j, T, side, samples, left_shape, right_shape, BLOCK, STEP, UNIT, EVEN, BULK)
+
+
+@triton.jit
+def _turn(program, side, samples, turn):
+    """The sample, row and column of the tile that a program of one pair has.
+
+    Tiles off the diagonal read twice as much, and go first; but of `turn` samples at a time, so that the tiles on the
+    diagonal find near by what these have read.
+    """
+    tiles, off = side * (side + 1) // 2, side * (side - 1) // 2
+    first = program // (turn * tiles) * turn
+    rest = program - first * tiles
+    before = tl.minimum(turn, samples - first) * off  # programs of this turn that are off the diagonal
+    i, j = _pair(rest % tl.maximum(off, 1), side - 1)
+    is_off = rest < before
+    on = rest - before
+    sample = first + tl.where(is_off, rest // tl.maximum(off, 1), on // side)
+    return sample, tl.where(is_off, i, on % side), tl.where(is_off, j + 1, on % side)
+
+
+@triton.jit(do_not_specialize=["T", "side", "samples", "turn", "place0", "place1", "place2", "place3"])
+def gram_of_many_kernel(left0, right0, left1, right1, left2, right2, left3, right3, out, T, side, samples, turn,
+                        place0, place1, place2, place3, shapes, BLOCK: tl.constexpr, STEP: tl.constexpr,
+                        UNIT: tl.constexpr, EVEN: tl.constexpr, BULK: tl.constexpr):  # fmt: skip
+    """out[place_k] (2, B, tiles) of pair k, pair by pair; `shapes`: that of left0, of right0, of left1, ..."""
+    tiles = side * (side + 1) // 2
+    pair = tl.program_id(0) // (samples * tiles)
+    sample, i, j = _turn(tl.program_id(0) % (samples * tiles), side, samples, turn)
+    size = 2 * tiles.to(tl.int64) * samples
+    # A descriptor cannot be chosen: each pair has its own code.
+    if pair == 0:
+        _put(out + place0 * size, left0, right0, sample, i, j, T, side, samples, shapes[0], shapes[1], BLOCK, STEP, UNIT,
+             EVEN, BULK)  # fmt: skip
+    elif pair == 1:
+        _put(out + place1 * size, left1, right1, sample, i, j, T, side, samples, shapes[2], shapes[3], BLOCK, STEP, UNIT,
+             EVEN, BULK)  # fmt: skip
+    elif pair == 2:
+        _put(out + place2 * size, left2, right2, sample, i, j, T, side, samples, shapes[4], shapes[5], BLOCK, STEP, UNIT,
+             EVEN, BULK)  # fmt: skip
+    else:
+        _put(out + place3 * size, left3, right3, sample, i, j, T, side, samples, shapes[6], shapes[7], BLOCK, STEP, UNIT,
+             EVEN, BULK)  # fmt: skip
