@@ -1,8 +1,8 @@
 """entropies and entropy_gradient: a cross entropy over many classes, and its gradient, from logits in their own dtype.
 
-A compiler's code takes 2.8 ms for the 16,384 rows of GPT-2's 50,257 tokens on an H200, and copies the gradient after that, since
-products are slow with rows that are no multiple of sixteen bytes. Logits and gradient are 1.6 GB each: to read the first twice
-and write the second, with zeros after the end of a row, takes 1.5 (benchmarks/kernels.py).
+A compiler's code takes 2.8 ms for the 16,384 rows of GPT-2's 50,257 tokens on an H200, and copies the gradient then, since
+products are slow with rows that are no multiple of sixteen bytes. Logits and gradient are 1.6 GB each: to read the first
+twice and write the second, with zeros after the end of a row, takes 1.5 (benchmarks/kernels.py).
 The Triton code is apart, as triton is there only where a GPU is.
 """
 

@@ -2,8 +2,8 @@
 
 |A^T G|^2 = sum (A A^T) * (G G^T) for each sample. Here a tile of both Grams stays in registers, and a tile below the
 diagonal is not formed: it is the mirror image of one above. For the 48 layers of ViT-B/16 (64 samples of 197 positions) an
-H200 took 2.25 ms, and 11.0 by two products for each, which it wrote, read and added (benchmarks/kernels.py). The Triton code is apart, as triton is
-there only where a GPU is.
+H200 took 2.25 ms, and 11.0 by two products for each, which it wrote, read and added (benchmarks/kernels.py).
+The Triton code is apart, as triton is there only where a GPU is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEP_SMALL, STAGES_SMALL = 64, 4
 # In float32 numbers take twice the room, and the products are made without tensor cores.
 BLOCK_FLOAT32, STEP_FLOAT32, STAGES_FLOAT32 = 64, 32, 3
 # Pairs of one launch. Of 64 samples of 197 positions one has 192 programs, 1.45 for each multiprocessor of an H200, and takes
-# as long as 2 for each; four have 5.8, and take as long as 6: ViT's 48 layers 1.72 ms, and 2.25 one by one (benchmarks/kernels.py).
+# as long as 2 for each; four have 5.8, and take as long as 6: ViT's 48 layers 1.72 ms, and 2.25 one by one.
 MOST = 4
 TURN = 48  # programs, about, of which those that read most go first; no others have been tried
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
