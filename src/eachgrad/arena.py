@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 UNIT = 512  # bytes that places are multiples of, as torch's own are
+POWERS = (0.0, 0.25, 1.0)  # of a tensor's life, in what decides which is placed first
 
 Make = Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]  # of a shape, strides and a dtype
 
@@ -143,18 +144,32 @@ class Plan:
 
 
 def planned(lives: Sequence[Life], answers: bool = True, device: str = "cuda") -> Plan:
-    """Places that take little memory together: the largest tensor first, each as far to the front as it can be.
+    """Places that take little memory together. Without `answers`, what stays is put elsewhere.
 
-    For GPT-2's private step that is 7.503 GiB of 7.495. Without `answers`, what stays is put elsewhere.
+    One tensor after another is put as far to the front as it can be, the largest first; a longer life counts as well, as much
+    as turns out best. For GPT-2's private step that takes 1.00 to 1.02 times what is there at once.
     """
-    places: list[int | None] = [None] * len(lives)
-    end, done, size = len(lives), list[int](), 0
-    chosen = [k for k, life in enumerate(lives) if life.size and (answers or life.last <= end)]
-    for k in sorted(chosen, key=lambda k: -lives[k].size):
-        place = _gap(_room(lives[k]), [(places[j] or 0, _room(lives[j])) for j in done if _meet(lives[j], lives[k])])
-        places[k], size = place, max(size, place + _room(lives[k]))
-        done.append(k)
-    return Plan(list(lives), places, size, device)
+    chosen = [k for k, life in enumerate(lives) if life.size and (answers or life.last <= len(lives))]
+
+    def by(power: float) -> dict[int, int]:
+        weight = {k: lives[k].size * (lives[k].last - lives[k].first) ** power for k in chosen}
+        return _placed(lives, sorted(chosen, key=lambda k: -weight[k]))
+
+    places = min(map(by, POWERS), key=lambda places: _end(lives, places))
+    return Plan(list(lives), [places.get(k) for k in range(len(lives))], _end(lives, places), device)
+
+
+def _placed(lives: Sequence[Life], order: Sequence[int]) -> dict[int, int]:
+    """Where each of these tensors lies."""
+    places: dict[int, int] = {}
+    for k in order:
+        taken = [(place, _room(lives[j])) for j, place in places.items() if _meet(lives[j], lives[k])]
+        places[k] = _gap(_room(lives[k]), taken)
+    return places
+
+
+def _end(lives: Sequence[Life], places: Mapping[int, int]) -> int:
+    return max((place + _room(lives[k]) for k, place in places.items()), default=0)
 
 
 def _meet(a: Life, b: Life) -> bool:
