@@ -122,8 +122,10 @@ MIB = 1 << 20
 @pytest.mark.parametrize(
     ("sizes", "left", "best"),
     [
-        ({"watched": 1000, "planned": 890, 700: 900, 800: 850, 900: 950}, 0, 800),
-        ({"watched": 1000, "planned": 840, 700: 900, 800: 850, 900: 950}, 0, "planned"),
+        ({"watched": 1000, "planned": 950, 700: 940, 800: 930, 900: 950}, 0, 800),
+        ({"watched": 1000, "planned": 950, 700: 850}, 0, 700),  # good enough
+        ({"watched": 1000, "planned": 890}, 0, "planned"),
+        ({"watched": 1000, "planned": 920, 700: 930, 800: 930, 900: 950}, 0, "planned"),
         ({"watched": 1000, "planned": 1000, 700: 1100, 800: 1050, 900: 1000}, 0, 0),  # nothing helps
         ({"watched": 1000, "planned": None, 700: None, 800: None, 900: 990}, 0, 900),  # None: it does not fit
         ({"watched": 1000, "planned": None, 700: None, 800: None, 900: None}, 0, 0),

@@ -30,6 +30,7 @@ MOST = 8  # captures, after which a step whose tensors move is run without a gra
 # private step of ResNet-18. Cut from one large piece it is 1.79; how large is best cannot be known. Where the compiler makes
 # most tensors, and not cuDNN, a plan is better still.
 SHARES = (0.7, 0.8, 0.9)  # of what it takes without
+GOOD = 0.9  # of it, with which nothing else is tried: half a second each for GPT-2's step
 LARGE = 1 << 26  # bytes below which nobody cares
 
 
@@ -99,7 +100,7 @@ def best_layout(call: Call, args: Sequence[Any], answers: bool) -> Layout:
             with suppress(RuntimeError):  # too little memory for that
                 size, left = _tried(call, args, layout)
                 found.setdefault(size, layout)
-                if left:
+                if left or min(found) < GOOD * plain:
                     break
     return found[min(found)]
 
