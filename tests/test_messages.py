@@ -794,6 +794,8 @@ RECORDING = [
           then="split a larger one"),
     about("any multiple of less than nothing", ValueError, lambda: padded_to(None, dynamic=-2), "not -2",
           then="dynamic is True, or a number"),
+    about("any size from one sample on", ValueError, lambda: padded_to(None, dynamic=True, fewest=1), "not 1",
+          then="fewest is a number of samples, at least 2"),
     about("padded, and of any size", ValueError, lambda: padded_to(4, dynamic=True), "pad_to", "dynamic",
           then="pass one of them"),
     about("any size, and no samples", ValueError, lambda: padded_to(None, dynamic=True)(X()[:0]), "without samples",
