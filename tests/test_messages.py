@@ -87,9 +87,9 @@ def layer() -> nn.Module:
     return nested(net(lambda m, x: m.fc(x), fc=linear(d, d)))
 
 
-def padded_to(size: int | None, query: eachgrad.queries.Query | None = None, dynamic: int = False) -> Callable:
+def padded_to(size: int | None, query: eachgrad.queries.Query | None = None, **options: int) -> Callable:
     found = query or eachgrad.norms()
-    return eachgrad.compile(layer(), lambda m, x: score(m(x)), pad_to=size, dynamic=dynamic, found=found)
+    return eachgrad.compile(layer(), lambda m, x: score(m(x)), pad_to=size, found=found, **options)
 
 
 def recorded(model: nn.Module, *batch: Tensor, losses: Callable = score, **options: object) -> tuple[Tape, Tensor]:
