@@ -14,7 +14,7 @@ from torch._inductor.codecache import PyCodeCache
 from torch.nn import functional as F
 
 import eachgrad
-from eachgrad.arena import UNIT, Life, Make, Plan, Watch, _Giving, made_by, planned
+from eachgrad.arena import UNIT, Life, Make, Plan, Watch, _Giving, made_by, planned, size_of
 
 
 def peak(lives: list[Life]) -> int:
@@ -63,6 +63,13 @@ def test_a_step_of_layers_takes_what_is_there_at_once():
     plan = planned(lives)
     check(plan)
     assert plan.size <= 1.02 * peak(lives)
+
+
+def test_bytes_of_a_tensor_reach_to_its_last_number():
+    for shape, stride in (((3, 5), (5, 1)), ((3, 5), (8, 1)), ((4, 2, 3), (1, 40, 7)), ((), ()), ((1, 1), (9, 9))):
+        t = torch.empty_strided(shape, stride, dtype=torch.bfloat16)
+        assert size_of(shape, stride, torch.bfloat16) == t.untyped_storage().nbytes()
+    assert size_of((3, 0), (5, 1), torch.float32) == 0
 
 
 def test_what_stays_may_be_put_elsewhere():

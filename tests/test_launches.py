@@ -108,6 +108,15 @@ def test_other_sizes_have_other_launches(sizes):
     assert_same(run, given(6, sizes=sizes), [3, 3])
 
 
+def test_other_dtypes_have_other_launches():
+    def run(*args: Tensor) -> list[Tensor]:
+        factors = [a * 2 for a in args]
+        return [*(gram_parts(a, b) for a, b in zip(factors[::2], factors[1::2], strict=True)), *factors]
+
+    some, others = given(2), given(2, torch.float16)
+    assert_same(run, [*some[:2], *others[:2], *some[2:], *others[2:]], [2, 2])
+
+
 def test_float32_stays():
     assert_same(in_turn, given(4, torch.float32), [1, 1, 1, 1])
 

@@ -202,7 +202,7 @@ class _Giving:
             size, k = size_of(shape, stride, dtype), self.count
             self.count += 1
             place = self.plan.places[k] if k < len(self.plan.places) and 0 < size <= self.plan.lives[k].size else None
-            if place is None or not self._is_free(place, place + size):
+            if place is None or not self._is_here() or not self._is_free(place, place + size):
                 return own(shape, stride, dtype)
             like = torch.empty(0, dtype=dtype, device=self.base.device)
             found = placed(self.base.data_ptr() + place, size, like, shape, stride)
@@ -210,6 +210,10 @@ class _Giving:
             return found
 
         return make
+
+    def _is_here(self) -> bool:
+        """Whether a tensor would be made on the device that the memory is on."""
+        return not self.base.is_cuda or torch.cuda.current_device() == self.base.device.index
 
     def _is_free(self, start: int, end: int) -> bool:
         self.alive = [some for some in self.alive if not some[2].expired()]

@@ -19,7 +19,6 @@ from eachgrad.private.checkpoint import Journal
 from eachgrad.private.clipping import Rule
 from eachgrad.private.errors import BudgetSpent, PrivacyError
 from eachgrad.private.gathering import Engine, Gathered, StepResult, check_count
-from eachgrad.private.lending import Lending
 from eachgrad.private.loading import Batch, Loader
 from eachgrad.private.noise import Source
 from eachgrad.private.receipt import Receipt, receipt_of
@@ -72,8 +71,6 @@ class Run:
         self.generators: Any = sampler.source.state()  # of the sampling, as of the last batch that was used
         self._open: Open | None = None
         self._watch = Watch(model, self.parameters)
-        self.lending = Lending()
-        self.lending.end_with(self, self.parameters.values())
         self.set_totals({"samples": 0, "clipped": 0, "nonfinite": 0})
 
     @property
@@ -232,8 +229,6 @@ class Run:
         tree = self._watch.check(self.optimizer)
         for p in tree.parameters:  # frozen ones, too: what an ordinary backward left there has no noise
             p.grad = None  # so that a step of the optimizer before the noise is there does nothing
-        if not self.lending.take_back() and self.engine.ask is not None:
-            self.engine.ask.release()
         batch.state = "begun"
         self._open = step = Open(batch, Gathered(self.rule), Buffers(self.model, tree))
         return step

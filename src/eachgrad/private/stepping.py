@@ -93,6 +93,4 @@ def noisy(run: Run, step: Open) -> dict[str, Tensor]:
     rule, settings = run.rule, run.settings
     deviation = rule.sum_noise(settings.noise_multiplier) * rule.sensitivity
     sums, own = step.gathered.sums, step.gathered.own
-    lent = None if own else run.lending.over(sums, run.parameters)
-    sums, own = (sums, own) if lent is None else (lent, True)
     return noisy_gradients(run.parameters, sums, rule.unit, deviation, settings.batch_size, run.source, own)
