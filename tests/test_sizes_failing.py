@@ -208,3 +208,26 @@ def test_sizes_that_the_caller_has_marked(mark, make):
         assert_same(ask(x).mean, ask.eager((x,)).mean, 1e-10)
     (reason,) = ask.reasons()
     assert "marked as dynamic" in reason
+
+
+@pytest.mark.parametrize("options", [{}, {"dynamic": False, "pad_to": 16}], ids=str)
+@pytest.mark.parametrize("bad", [(3,), (5,), (3, 5, 6)], ids=str)
+def test_a_batch_that_is_wrong_is_not_the_compilers_failure(bad, options):
+    """A label that is no class, at the first compiled call or later: torch says so itself, and nothing is given up."""
+
+    def loss_fn(model, x, y):
+        return nn.functional.cross_entropy(model(x), y, reduction="none")
+
+    ask = asked(loss_fn, **options)
+    for call in range(1, 14):
+        n = 9 + call % 3
+        x, y = torch.randn(n, d), torch.randint(3, (n,))
+        if call in bad:
+            y[0] = 99
+            with pytest.raises(IndexError, match="out of bounds"):
+                ask(x, y)
+        else:
+            torch.testing.assert_close(ask(x, y).norms, ask.eager((x, y)).norms, rtol=1e-9, atol=0)
+    assert not ask.reasons()
+    (graph,) = ask.graphs
+    assert len(graph.step) == 1

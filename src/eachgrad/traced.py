@@ -51,6 +51,7 @@ class Graph:
     held: list[Tensor] = field(default_factory=list)  # the parameters that are compiled into it
     kinds: list[str] = field(default_factory=list)  # of the devices that its tensors are on, once it has run
     fresh: Step | None = None  # whose answer is to be compared with the eager one
+    failed: tuple[Exception, str] | None = None  # what has kept the last batch from being compiled, and at which size
     traced: dict[int, Traced] = field(
         default_factory=dict
     )  # the step by size, as it was traced; of one for any, several
@@ -76,7 +77,10 @@ class Graph:
         found = None if eager else self._run_step(args, given)
         if found is None:
             self.owner.settle()
+            failed, self.failed = self.failed, None
             answer = self.owner.with_room(lambda: self._eagerly(args, given, due))
+            if failed is not None:  # and it was not the batch's fault, or the eager code would have raised
+                self._give_up(*failed)
             return answer, (answer.losses,)
         losses, *leaves = found if self.owner.lends else [t.clone() for t in found]
         answer = Answer(**tree_unflatten(list(leaves), next(iter(self.traced.values())).spec))
@@ -153,7 +157,7 @@ class Graph:
         except Exception as error:  # whatever the compiler says of what it cannot trace
             if known and not (self.dynamic and given.kind not in self.step[key].checked):
                 raise
-            self._give_up(error, f"{given.size} samples" if known else "")
+            self.failed = error, f"{given.size} samples" if known else ""
             return None
         self.step[key] = step
         self.fresh = None if given.kind in step.checked else step

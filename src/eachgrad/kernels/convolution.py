@@ -98,7 +98,8 @@ class _Launch:
         options = {"num_warps": self.tiles.warps, "num_stages": self.tiles.stages}
         programs = (times * self.grid[0] * self.grid[1],)
         x, g = (t.contiguous(memory_format=torch.channels_last) for t in (self.x, self.g))
-        kernel[programs](x, g, out, *arguments, self.sizes, self.window, self.grid, **blocks, **options)
+        with torch.cuda.device_of(out):
+            kernel[programs](x, g, out, *arguments, self.sizes, self.window, self.grid, **blocks, **options)
 
 
 def _channels_last(x: Tensor, B: int, p: int, C: int, kernel: Ints) -> Tensor:

@@ -70,10 +70,11 @@ def launched(logits: Tensor, target: Tensor, ignored: int) -> Tensor:
     out = logits.new_empty((3, len(logits)), dtype=torch.float32)
     given, unit, distance = _rows(logits)
     if logits.numel():
-        cast(Any, entropies_kernel)[(len(logits),)](
-            given, target.contiguous(), out, ignored, logits.shape[1], distance,
-            UNIT=unit, COLUMNS=COLUMNS, num_warps=WARPS,
-        )  # fmt: skip
+        with torch.cuda.device_of(out):
+            cast(Any, entropies_kernel)[(len(logits),)](
+                given, target.contiguous(), out, ignored, logits.shape[1], distance,
+                UNIT=unit, COLUMNS=COLUMNS, num_warps=WARPS,
+            )  # fmt: skip
     return out
 
 
@@ -100,10 +101,11 @@ def _launched(logits: Tensor, sums: Tensor, g: Tensor, target: Tensor, ignored: 
 
     given, unit, distance = _rows(logits)
     if logits.numel():
-        cast(Any, entropy_gradient_kernel)[(len(logits),)](
-            given, sums.contiguous(), g.contiguous(), target.contiguous(), out, ignored, logits.shape[1], distance,
-            out.shape[1] // plan.ALIGNED, UNIT=unit, OUT=plan.ALIGNED, COLUMNS=COLUMNS, num_warps=GRADIENT_WARPS,
-        )  # fmt: skip
+        with torch.cuda.device_of(out):
+            cast(Any, entropy_gradient_kernel)[(len(logits),)](
+                given, sums.contiguous(), g.contiguous(), target.contiguous(), out, ignored, logits.shape[1], distance,
+                out.shape[1] // plan.ALIGNED, UNIT=unit, OUT=plan.ALIGNED, COLUMNS=COLUMNS, num_warps=GRADIENT_WARPS,
+            )  # fmt: skip
     return out
 
 

@@ -62,11 +62,12 @@ def launched(g: Tensor, terms: list[Tensor], mean: Tensor | None, scale: Tensor,
     columns, parts = tiling(B, T, n).columns, out.shape[2]
     if out.numel():
         kernel = cast(Any, norm_sums_kernel)
-        kernel[(-(-n // columns) * parts * B,)](
-            g, tuple(terms), *statistics, out, T, -(-T // parts), n, parts, *g.stride()[:2],
-            tuple(n for t in terms for n in t.stride()[:2]),
-            CENTRED=mean is not None, ROWS=ROWS, COLUMNS=columns, num_warps=WARPS,
-        )  # fmt: skip
+        with torch.cuda.device_of(out):
+            kernel[(-(-n // columns) * parts * B,)](
+                g, tuple(terms), *statistics, out, T, -(-T // parts), n, parts, *g.stride()[:2],
+                tuple(n for t in terms for n in t.stride()[:2]),
+                CENTRED=mean is not None, ROWS=ROWS, COLUMNS=columns, num_warps=WARPS,
+            )  # fmt: skip
     return out
 
 

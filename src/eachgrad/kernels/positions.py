@@ -78,10 +78,11 @@ def launched(values: list[Tensor], parts: int = 0) -> Tensor:
     (rows, columns, warps, _), parts = tiling(B, T, n), out.shape[2]
     if out.numel():
         kernel = cast(Any, position_sums_kernel)
-        kernel[(-(-n // columns) * parts * B,)](  # of other dimensions a grid has 65,535 at most
-            *given, out, T, -(-T // parts), n, parts, *strides,
-            TWO=len(values) == 2, ROWS=rows, COLUMNS=columns, num_warps=warps,
-        )  # fmt: skip
+        with torch.cuda.device_of(out):
+            kernel[(-(-n // columns) * parts * B,)](  # of other dimensions a grid has 65,535 at most
+                *given, out, T, -(-T // parts), n, parts, *strides,
+                TWO=len(values) == 2, ROWS=rows, COLUMNS=columns, num_warps=warps,
+            )  # fmt: skip
     return out
 
 

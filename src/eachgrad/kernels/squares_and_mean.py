@@ -60,9 +60,10 @@ def launched(value: Tensor, samples: int = 0) -> tuple[Tensor, Tensor]:
     B, n, kernel = len(value), out.numel(), cast(Any, squares_and_mean_kernel)
     samples = samples or tile(B)
     if n:
-        kernel[(len(parts),)](
-            value, parts, out, B, n, value.stride(0), SAMPLES=samples, BLOCK=NUMBERS // samples, num_warps=WARPS
-        )
+        with torch.cuda.device_of(out):
+            kernel[(len(parts),)](
+                value, parts, out, B, n, value.stride(0), SAMPLES=samples, BLOCK=NUMBERS // samples, num_warps=WARPS
+            )
     return parts, out
 
 
