@@ -41,5 +41,12 @@ def test_private_gpu_benchmark_in_small():
     assert all(" 1 graphs, " in line and "WRONG" not in line and ";" not in line for line in rows[:-1]), text
 
 
+def test_kernels_benchmark_in_small(tmp_path):
+    text = ran("benchmarks/kernels.py", "--tiny", "--rounds", "1", "--json", str(tmp_path / "kernels.json"))
+    cases = ("grams B=2 all 8", "entropies and gradient 16 x 257", "squares_of_many B=2", "conv_sum B=2 8 at 4 x 4")
+    assert all(case in text for case in cases), text
+    assert (tmp_path / "kernels.json").exists()
+
+
 def test_a_private_example():
     assert "accuracy" in ran("examples/private_breast_cancer.py")

@@ -113,6 +113,19 @@ def test_one_size_that_fails_is_answered_eagerly_alone(compiler):
     assert [len(graph.step) for graph in ask.graphs] == [1, 0]
 
 
+def test_the_first_of_several_sizes_that_fails_is_not_the_end(compiler):
+    """Where no graph for any size was asked for, nothing is known of the other sizes."""
+    compiler.fails = {"one"}
+    ask = asked(dynamic=False, pad_to=(10, 16))
+    for n in (9, 9, 9):
+        assert_right(ask, torch.randn(n, d))
+    compiler.fails = set()
+    for n in (13, 13, 13, 13, 9):
+        assert_right(ask, torch.randn(n, d))
+    assert ask.reasons() == ["it cannot be traced: RuntimeError: no graph for one"]
+    assert [len(graph.step) for graph in ask.graphs] == [0, 1]
+
+
 @pytest.mark.parametrize("fails", [{"any"}, {"any", "one"}])
 @pytest.mark.parametrize("noise", [False, True])
 def test_a_loss_that_counts_its_samples_is_not_filled_up(compiler, fails, noise):

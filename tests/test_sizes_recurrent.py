@@ -11,9 +11,8 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-import eachgrad
 from eachgrad.rules import recurrence
-from oracle import assert_same
+from test_sizes import asked, assert_right
 
 pytestmark = [
     pytest.mark.usefixtures("double", "fresh_compiler"),
@@ -35,22 +34,6 @@ class Tagger(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.rnn(x)[0])
-
-
-def losses(model, x):
-    return model(x).square().flatten(1).mean(1)
-
-
-def asked(model, loss_fn=losses, **options):
-    queries = {"grad": eachgrad.clipped_sum(0.02), "norms": eachgrad.norms()}
-    return eachgrad.compile(model, loss_fn, **({"dynamic": True, "backend": "aot_eager"} | options), **queries)
-
-
-def assert_right(ask, x, bound=1e-9):
-    got, want = ask(x), ask.eager((x,))
-    for name in ("norms", "losses"):
-        torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=bound, atol=0)
-    assert_same(got.grad, want.grad, bound)
 
 
 def reserved(B: int) -> int:

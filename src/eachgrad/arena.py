@@ -1,8 +1,7 @@
 """Where the tensors of a compiled graph lie: in one piece of memory, by when each of them is there.
 
-Torch's allocator puts a tensor into the smallest gap that fits, and cannot know how long it stays. Those of a private step of
-GPT-2 small (20 samples) are 7.5 GiB at most, and took 9.0 at best. A CUDA graph does the same every time: so it is watched
-once, and every tensor has its place before the next time.
+Torch's allocator puts a tensor into the smallest gap that fits, and cannot know how long it stays: gaps are left that fit
+nothing. A CUDA graph does the same every time, so it is watched once, and every tensor has its place before the next time.
 
 Whatever a plan says, memory is given only where nothing lies.
 """
@@ -94,7 +93,6 @@ class Watch:
     """Torch's allocator, and notes of which tensors are made, and when they go."""
 
     device: str = "cuda"
-    lasts = False
     sizes: list[int] = field(default_factory=list)
     gone: dict[int, int] = field(default_factory=dict)
     _alive: dict[int, StorageWeakRef] = field(default_factory=dict)
@@ -147,7 +145,7 @@ def planned(lives: Sequence[Life], answers: bool = True, device: str = "cuda") -
     """Places that take little memory together. Without `answers`, what stays is put elsewhere.
 
     One tensor after another is put as far to the front as it can be, the largest first; a longer life counts as well, as much
-    as turns out best. For GPT-2's private step that takes 1.00 to 1.02 times what is there at once.
+    as turns out best.
     """
     chosen = [k for k, life in enumerate(lives) if life.size and (answers or life.last <= len(lives))]
 

@@ -20,7 +20,7 @@ from eachgrad.arena import Plan, Room, Watch, placed, planned
 from eachgrad.blocks.arithmetic import on_gpu
 
 Call = Callable[[Sequence[Any]], tuple[Tensor, ...]]
-Layout = Plan | Room | Watch  # where the tensors of a graph lie
+Layout = Plan | Room  # where the tensors of a graph lie
 
 NONE = Room()
 
@@ -30,7 +30,7 @@ MOST = 8  # captures, after which a step whose tensors move is run without a gra
 # private step of ResNet-18. Cut from one large piece it is 1.79; how large is best cannot be known. Where the compiler makes
 # most tensors, and not cuDNN, a plan is better still.
 SHARES = (0.7, 0.8, 0.9)  # of what it takes without
-GOOD = 0.9  # of it, with which nothing else is tried: half a second each for GPT-2's step
+GOOD = 0.9  # of it, with which nothing else is tried: each is one more capture
 LARGE = 1 << 26  # bytes below which nobody cares
 
 
@@ -46,7 +46,9 @@ def taken(pool: tuple[int, int]) -> int:
     return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool))
 
 
-def captured(call: Call, args: Sequence[Any], layout: Layout = NONE, pool: Any = None, stream: Any = None) -> Captured:
+def captured(
+    call: Call, args: Sequence[Any], layout: Layout | Watch = NONE, pool: Any = None, stream: Any = None
+) -> Captured:
     """A graph of the call, with its tensors where the layout puts them."""
     graph, was_on, before = torch.cuda.CUDAGraph(), gc.isenabled(), torch.cuda.current_stream()
     # No torch.cuda.MemPool, which ends the process if it goes while another pool is in use, such as one of the user's.
@@ -105,7 +107,7 @@ def best_layout(call: Call, args: Sequence[Any], answers: bool) -> Layout:
     return found[min(found)]
 
 
-def _tried(call: Call, args: Sequence[Any], layout: Layout) -> tuple[int, int]:
+def _tried(call: Call, args: Sequence[Any], layout: Layout | Watch) -> tuple[int, int]:
     """The bytes that a graph holds, and those that are still there when it is gone."""
     found = captured(call, args, layout)
     pool = found.pool
