@@ -100,7 +100,6 @@ def race(name: str, options: argparse.Namespace, say: Callable[[str], None]) -> 
                     base.round()
                     runner.round()
                 runner.look()
-            with turns.beside_others():
                 runner.check()
             rows[contender] = figures(runner, base)
         except Exception as error:  # whatever a contender raises is its result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import fcntl
+import math
 import statistics
 import time
 import warnings
@@ -126,14 +127,17 @@ class Runner:
             self.row["allocated_at_most"] = torch.cuda.max_memory_allocated() - fewest
 
     def weigh(self) -> None:
-        """The most bytes during a usual step, of as many samples as one may have, with all that is kept between steps."""
+        """The most bytes during a usual step, with all that is kept between steps, of one piece and of several."""
         if not on_gpu() or "bytes" in self.row:
             return
-        with self.trainer.full():
-            while "bytes" not in self.row:
-                found = taken(self.trainer.step, self.before)
-                if self.trainer.was_usual():
-                    self.row["bytes"] = found
+        each: dict[str, int] = {}
+        for which, full in self.trainer.full().items():
+            with full:
+                while which not in each:
+                    found = taken(self.trainer.step, self.before)
+                    if self.trainer.was_usual():
+                        each[which] = found
+        self.row |= {"bytes": max(each.values()), "bytes_of": each}
 
     def round(self) -> None:
         """Time so many usual steps."""
@@ -192,9 +196,13 @@ class Runner:
         self.row["waits"] = self.waits()
 
     def check(self) -> None:
-        """What a private run has done, and whether it is right."""
+        """What a private run has done, and whether it is right; its figures stay where there is no memory to tell."""
         if isinstance(self.trainer, Private):
-            self.row |= facts(self.trainer) | checked(self.trainer)
+            self.row |= facts(self.trainer)
+            try:
+                self.row |= checked(self.trainer)
+            except torch.OutOfMemoryError:
+                self.row |= {"deviation": math.nan, "deviation_of_eager": math.nan, "right": False}
 
 
 class Turns:

@@ -54,8 +54,8 @@ class Trainer(Protocol):
         """Whether the last step was one like most others: none that measured where the samples lie, or followed on it."""
         ...
 
-    def full(self) -> AbstractContextManager[None]:
-        """Within it, a step has as many samples as it may have."""
+    def full(self) -> dict[str, AbstractContextManager[None]]:
+        """Within each, a step has as many samples as one of that kind may have."""
         ...
 
 
@@ -106,8 +106,8 @@ class Plain:
     def was_usual(self) -> bool:
         return True
 
-    def full(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def full(self) -> dict[str, AbstractContextManager[None]]:
+        return {"one": nullcontext()}
 
 
 class Drawn(Plain):
@@ -176,12 +176,17 @@ class Private:
     def was_usual(self) -> bool:
         return self._usual
 
+    def full(self) -> dict[str, AbstractContextManager[None]]:
+        """As many as one piece has at most, and two pieces of as many as each of several has."""
+        divided = self.run.loader.divided
+        several = {"several": self._of(2 * divided.several)} if divided.largest < 2 * divided.several else {}
+        return {"one": self._of(divided.largest)} | several
+
     @contextmanager
-    def full(self) -> Iterator[None]:
-        """As many as one piece has at most: two pieces are half of that and more each, one after the other."""
-        largest = self.run.loader.divided.largest
-        with patch.object(Poisson, "_drawn", lambda sampler: list(range(largest))):
-            while self.drawn[-1] != [largest]:  # what was drawn before comes first
+    def _of(self, samples: int) -> Iterator[None]:
+        sizes = self.run.loader.divided.split(samples)
+        with patch.object(Poisson, "_drawn", lambda sampler: list(range(samples))):
+            while self.drawn[-1] != sizes:  # what was drawn before comes first
                 self.step()
             yield
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -138,7 +140,7 @@ def test_the_layout_with_the_fewest_bytes_is_taken(sizes, left, best, monkeypatc
     tried, asked = [], []
 
     def named(layout):
-        kinds = {replay.Watch: "watched", replay.Plan: "planned"}
+        kinds = {replay.Watch: "watched", replay.Plan: "planned", replay.Placed: "planned"}
         return kinds.get(type(layout)) or layout.size // MIB
 
     def attempt(call, args, layout):
@@ -153,6 +155,7 @@ def test_the_layout_with_the_fewest_bytes_is_taken(sizes, left, best, monkeypatc
         return replay.Captured(graph, graph.outputs, None)
 
     monkeypatch.setattr(replay, "_tried", attempt)
+    monkeypatch.setattr(replay, "planned", partial(replay.planned, device="cpu"))
     monkeypatch.setattr(replay, "captured", captured)
     monkeypatch.setattr(replay, "on_gpu", lambda t: True)
     w, shift = problem()

@@ -135,8 +135,9 @@ class Plan:
     lasts = True
 
     @contextmanager
-    def within(self) -> Iterator[None]:
-        base = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+    def within(self, base: Tensor | None = None) -> Iterator[None]:
+        """Within it tensors have their places, in `base` or in memory that is taken now."""
+        base = torch.empty(self.size, dtype=torch.uint8, device=self.device) if base is None else base
         with made_by(_Giving(self, base).wrapped, self.device):
             yield
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from eachgrad.arena import Plan, Room, Watch, placed, planned
+from eachgrad.block import Block, Placed
 from eachgrad.blocks.arithmetic import on_gpu
 
 Call = Callable[[Sequence[Any]], tuple[Tensor, ...]]
@@ -39,6 +40,14 @@ class Captured(NamedTuple):
     outputs: tuple[Tensor, ...]  # what it returns after a replay
     pool: Any  # its memory, by the name that torch has for it
     stream: Any = None  # that it was captured on
+    base: Tensor | None = None  # and memory that others use, too
+
+
+class Held(NamedTuple):
+    """What an answer is in, and keeps."""
+
+    graph: torch.cuda.CUDAGraph
+    base: Tensor | None
 
 
 def taken(pool: tuple[int, int]) -> int:
@@ -47,7 +56,7 @@ def taken(pool: tuple[int, int]) -> int:
 
 
 def captured(
-    call: Call, args: Sequence[Any], layout: Layout | Watch = NONE, pool: Any = None, stream: Any = None
+    call: Call, args: Sequence[Any], layout: Layout | Placed | Watch = NONE, pool: Any = None, stream: Any = None
 ) -> Captured:
     """A graph of the call, with its tensors where the layout puts them."""
     graph, was_on, before = torch.cuda.CUDAGraph(), gc.isenabled(), torch.cuda.current_stream()
@@ -125,7 +134,9 @@ class Memory:
 
     def __init__(self) -> None:
         self.size = 0  # the largest so far
-        self._layouts = weakref.WeakKeyDictionary[Call, tuple[int, Layout]]()  # and the size that each is for
+        self.block = Block()
+        # Of large batches, and of those that may be one of several of a step; and the size that each is for.
+        self._layouts = weakref.WeakKeyDictionary[Call, dict[bool, tuple[int, Layout]]]()
         self._users = weakref.WeakSet[Replay]()
         self._pool: Any = None
         self._stream: Any = None  # memory that is free on one stream is not on another
@@ -135,24 +146,35 @@ class Memory:
         """A graph of the call for this user; `size` grows with the memory that it takes."""
         if size > self.size:
             # What the smaller ones have would not do, and would stay: they are captured again in what this one takes.
-            for other in list(self._users):
-                other.release()
+            self._release()
             self.size = size
-        layout = self._layout(call, args, size)
+        layout = self._placed(self._layout(call, args, size), size)
         found = captured(call, args, layout if layout.lasts or self._pool is None else NONE, self._pool, self._stream)
+        found = found._replace(base=layout.base if isinstance(layout, Placed) else None)
         self._pool, self._stream = found.pool, found.stream
         self._users.add(user)
         if not size:
             return found
         # As long as somebody has an answer, its graph is there, and with it the memory.
-        return found._replace(outputs=tuple(lent(t, found.graph) for t in found.outputs))
+        return found._replace(outputs=tuple(lent(t, Held(found.graph, found.base)) for t in found.outputs))
+
+    def _release(self) -> None:
+        for other in list(self._users):
+            other.release()
+
+    def _placed(self, layout: Layout, size: int) -> Layout | Placed:
+        if not isinstance(layout, Plan):
+            return layout
+        if not self.block.has_room_for(layout, size):
+            self._release()  # all of them move
+        return self.block.placed(layout, size)
 
     def _layout(self, call: Call, args: Sequence[Any], size: int) -> Layout:
         """Where the tensors of a call lie: for a smaller batch, as for a larger one, of which all are larger."""
-        known = self._layouts.get(call)
-        if known is None or known[0] < size:
-            known = self._layouts[call] = size, best_layout(call, args, answers=bool(size))
-        return known[1]
+        known, small = self._layouts.setdefault(call, {}), 0 < size <= self.block.several
+        if small not in known or known[small][0] < size:
+            known[small] = size, best_layout(call, args, answers=bool(size))
+        return known[small][1]
 
     def input(self, place: int, like: Tensor, size: int) -> Tensor:
         """A copy of an argument, for good; in memory that graphs of other sizes use as well, if there are such."""
@@ -168,6 +190,7 @@ class Memory:
         self._users.discard(user)
         if not self._users:
             self._pool = self._stream = None
+            self.block.drop()
             self._inputs.clear()
 
 
@@ -209,7 +232,7 @@ class Replay:
 
     def __call__(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
         """What `call` returns, in tensors that the next call overwrites."""
-        if not self.warm or not self._ready(args):
+        if not self.warm or self.memory.block.is_in_use(self.size) or not self._ready(args):
             self.warm = True
             return self.call(args)
         assert self.found is not None

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import eachgrad
+from eachgrad.block import room_for
 from eachgrad.graph import tensors_in
 from eachgrad.private.clipping import Rule
 from eachgrad.private.errors import PrivacyError
 from eachgrad.private.sizes import Pieces
 from eachgrad.receipt import call_loss
+
+Sums = Mapping[str, Tensor]  # by the names of the parameters
 
 
 class Engine:
@@ -65,6 +68,11 @@ class Engine:
         """Whether an answer since the last time is in doubt: waits until the device has come so far that it can say."""
         return self.ask is not None and self.ask.doubted()
 
+    def release(self) -> None:
+        """Give the memory of CUDA graphs back; they are captured again when they are needed."""
+        if self.ask is not None:
+            self.ask.release()
+
     def again(self, batch: Any, filled: int) -> tuple[Any, Tensor]:
         """The answer for a piece whose compiled one is in doubt, by the eager code."""
         return self._compiled(self.ask.again, arguments(batch), filled)
@@ -113,7 +121,10 @@ class Engine:
             "recompute": self.recompute,
             **self.pieces.options,
         }
-        return eachgrad.compile(self.model, losses, mode="reduce-overhead", copies=False, **options, **queries)
+        found = eachgrad.compile(self.model, losses, mode="reduce-overhead", copies=False, **options, **queries)
+        sums = sum(room_for(p) for p in self.model.parameters() if p.requires_grad)
+        found.memory.block.keep_free(sums, self.pieces.several)
+        return found
 
 
 def arguments(batch: Any) -> list[Any]:
@@ -145,6 +156,15 @@ def check_count(losses: Any, size: int) -> None:
         )
 
 
+def _copies(sums: Sums, room: Sums | None) -> dict[str, Tensor]:
+    """Many at a time: a clone of each of 148 gradients took the host 1 ms."""
+    if room is None:
+        kept = torch._foreach_mul(list(sums.values()), 1.0)  # pyright: ignore[reportPrivateImportUsage]
+        return dict(zip(sums, kept, strict=True))
+    torch._foreach_copy_([room[name] for name in sums], list(sums.values()))  # pyright: ignore[reportPrivateImportUsage]
+    return dict(room)
+
+
 @dataclass
 class Gathered:
     """The sums over the pieces of one logical batch so far."""
@@ -156,16 +176,23 @@ class Gathered:
     loss: Tensor | None = None
     counts: Tensor | None = None
 
-    def add(self, answer: Any, losses: Tensor, size: int, last: bool = True) -> None:
+    def add(
+        self,
+        answer: Any,
+        losses: Tensor,
+        size: int,
+        last: bool = True,
+        room: Callable[[Sums], Sums | None] | None = None,
+    ) -> None:
         """Take in the answers for a piece whose first `size` samples are real.
 
-        Unless it is the `last` one, the next piece's may overwrite them.
+        Unless it is the `last` one, the next piece's may overwrite them: they are copied, into what `room` gives for them.
         """
-        grads: Mapping[str, Tensor] = answer.grad
-        if not self.sums:
-            # Many at a time: a clone of each of 148 gradients took the host 1 ms.
-            kept = list(grads.values()) if last else torch._foreach_mul(list(grads.values()), 1.0)  # pyright: ignore
-            self.sums, self.own = dict(zip(grads, kept, strict=True)), not last
+        grads: Sums = answer.grad
+        if not self.sums and last:
+            self.sums = dict(grads)
+        elif not self.sums:
+            self.sums, self.own = _copies(grads, room and room(grads)), True
         else:
             torch._foreach_add_(list(self.sums.values()), [grads[name] for name in self.sums])  # pyright: ignore
         over, bad = self.rule.clipped(answer)

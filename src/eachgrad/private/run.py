@@ -19,6 +19,7 @@ from eachgrad.private.checkpoint import Journal
 from eachgrad.private.clipping import Rule
 from eachgrad.private.errors import BudgetSpent, PrivacyError
 from eachgrad.private.gathering import Engine, Gathered, StepResult, check_count
+from eachgrad.private.lending import Lending
 from eachgrad.private.loading import Batch, Loader
 from eachgrad.private.noise import Source
 from eachgrad.private.receipt import Receipt, receipt_of
@@ -71,6 +72,7 @@ class Run:
         self.generators: Any = sampler.source.state()  # of the sampling, as of the last batch that was used
         self._open: Open | None = None
         self._watch = Watch(model, self.parameters)
+        self.lending = Lending()
         self.set_totals({"samples": 0, "clipped": 0, "nonfinite": 0})
 
     @property
@@ -103,7 +105,10 @@ class Run:
         return receipt_of(self)
 
     def step(self, batch: Batch) -> StepResult:
-        """One step of the optimizer with a batch of `run.loader`: clip, sum, add noise, divide by batch_size, step."""
+        """One step of the optimizer with a batch of `run.loader`: clip, sum, add noise, divide by batch_size, step.
+
+        Gradients in the memory of a CUDA graph are there until the optimizer has taken its step; then `p.grad` is None.
+        """
         step = self._begin(batch)
         asked = stepping.ask(self, step)
         self.loader.sampler.prepare()  # for the next step, while the device is at this one
@@ -111,7 +116,12 @@ class Run:
         self._count_step()
         gradients, result = stepping.outcome(self, step, asked)
         self._finish(step, gradients, result)
-        self.optimizer.step()
+        del gradients, asked
+        step.gathered.sums = {}
+        try:
+            self.optimizer.step()
+        finally:
+            self.lending.end(self.parameters.values(), self.engine)
         return result
 
     def record(self) -> Tape:

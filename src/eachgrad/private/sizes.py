@@ -31,6 +31,7 @@ class Pieces:
     price: float = 0.0  # of a piece beside its samples, in samples
     multiple: int = 0  # with a graph of any size: what it takes multiples of, up to the one size that there is
     fewest: int = FEWEST  # and what fewer samples are filled up to
+    expected: int = 0  # and how many a step has
     _known: dict[int, list[int]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
@@ -41,6 +42,18 @@ class Pieces:
     def options(self) -> dict[str, Any]:
         """Those of `eachgrad.compile`."""
         return {"dynamic": self.multiple, "fewest": self.fewest} if self.multiple else {"pad_to": self.sizes}
+
+    @property
+    def several(self) -> int:
+        """The most samples of a piece, if a step has several: fewer where most steps have one.
+
+        Their sums need memory as well, and have it in that of the larger graphs: two pieces of six tenths are more than two
+        standard deviations beyond what is expected of 16 samples or more.
+        """
+        if not self.multiple or self.largest < self.expected:
+            return self.largest if self.multiple else 0
+        most = max(-(-(self.largest + 1) // 2), 6 * self.largest // 10)
+        return min(self.largest, -(-most // self.multiple) * self.multiple)
 
     def filled(self, samples: int) -> int:
         """What a piece of so many samples is filled up to; a graph does that by itself."""
@@ -58,7 +71,9 @@ class Pieces:
         many = -(-samples // self.largest)
         if not self.multiple or not many:
             return [self.largest] * many
-        return [-(-samples // (many * self.multiple)) * self.multiple] * many
+        many = 1 if many == 1 else -(-samples // self.several)
+        each, more = divmod(-(-samples // self.multiple), many)
+        return [(each + (k < more)) * self.multiple for k in range(many)]
 
     def _sizes_for(self, level: int) -> list[int]:
         """The sizes of the pieces for so many units, the largest first."""
@@ -101,7 +116,7 @@ def any_pieces(batch_size: int, most: int) -> Pieces:
     """Pieces of any size up to the most that there may be."""
     most = max(_fewest(batch_size), most)
     multiple = 1 << (max(1, min(batch_size // PARTS, most // 4)).bit_length() - 1)
-    return Pieces((most // multiple * multiple,), multiple=multiple, fewest=_fewest(batch_size))
+    return Pieces((most // multiple * multiple,), multiple=multiple, fewest=_fewest(batch_size), expected=batch_size)
 
 
 def _fewest(batch_size: int) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from eachgrad import Tape
-from eachgrad.private.gathering import Gathered, StepResult
+from eachgrad.private.gathering import Gathered, StepResult, Sums
 from eachgrad.private.loading import Batch
 from eachgrad.private.noise import noisy_gradients
 from eachgrad.private.sampling import to_device
@@ -59,9 +60,15 @@ def ask(run: Run, step: Open) -> Asked | None:
 def settle(run: Run, step: Open, asked: Asked, last: bool) -> None:
     """Add the answer to a piece, or another one, once it is known to be right: what is added is not taken off again."""
     found = run.engine.settled(asked.answer, asked.piece, asked.size, asked.filled)
-    step.gathered.add(*found, asked.size, last=last)
+    step.gathered.add(*found, asked.size, last=last, room=partial(room_for, run))
     if last and found is not asked.answer:
         step.buffers.check()
+
+
+def room_for(run: Run, sums: Sums) -> Sums | None:
+    """Where the sums of several pieces go, in memory of the graphs; None for memory of their own."""
+    ask = run.engine.ask
+    return None if ask is None else run.lending.beside(ask.memory.block, sums)
 
 
 def outcome(run: Run, step: Open, asked: Asked | None) -> tuple[dict[str, Tensor], StepResult]:
@@ -93,4 +100,6 @@ def noisy(run: Run, step: Open) -> dict[str, Tensor]:
     rule, settings = run.rule, run.settings
     deviation = rule.sum_noise(settings.noise_multiplier) * rule.sensitivity
     sums, own = step.gathered.sums, step.gathered.own
+    if not own and (lent := run.lending.over(sums, run.parameters)) is not None:
+        sums, own = lent, True
     return noisy_gradients(run.parameters, sums, rule.unit, deviation, settings.batch_size, run.source, own)
