@@ -61,7 +61,7 @@ def pools() -> Pools:
 
 
 def taken(step: Callable[[], object], before: Pools) -> int:
-    """The bytes that one step takes from the device, with those of all pools that were not there `before`.
+    """The bytes that one step takes from the device, with all that was taken since `before` and is kept.
 
     Gaps between tensors count. A CUDA graph keeps them in a pool of its own, and so every step gets one to begin with.
     """
@@ -71,7 +71,7 @@ def taken(step: Callable[[], object], before: Pools) -> int:
     with torch.cuda.use_mem_pool(pool), torch.autograd.set_multithreading_enabled(False):
         step()
     torch.cuda.synchronize()
-    found = sum(size for name, size in pools().items() if name != COMMON and name not in before)
+    found = sum(size - before[name] for name, size in pools().items() if name not in before or name == COMMON)
     del pool
     clean()
     return found

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch._inductor.codecache import PyCodeCache
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
 import eachgrad
 from eachgrad.arena import UNIT, Life, Make, Plan, Watch, _Giving, made_by, planned, size_of
+from eachgrad.kernels.library import new_empty
 
 
 def peak(lives: list[Life]) -> int:
@@ -237,3 +239,35 @@ def test_a_plan_on_a_gpu(options):
     layouts = [layout for _, layout in ask.memory._layouts.values()]
     assert layouts
     assert all(isinstance(layout, Plan) for layout in layouts)
+
+
+def test_what_ops_return_is_planned_as_well():
+    torch.manual_seed(0)
+    x, g = torch.randn(3, 2, 9, 9), torch.randn(3, 4, 9, 9)
+
+    def run() -> Tensor:
+        return torch.ops.eachgrad.conv_squares(x, g, [3, 3], [1, 1], [1, 1], [1, 1])
+
+    want, watch = run(), Watch("cpu")
+    with watch.within():
+        kept = run()
+    (life,) = watch.lives()
+    assert life == Life(kept.nbytes, 0, 2)
+    plan, given = planned([life], device="cpu"), list[bool]()
+    with within(plan, given):
+        assert torch.equal(run(), want)
+    assert given == [True]
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (2, 0, 3), (1, 5, 1)])
+def test_memory_for_what_an_op_returns_is_as_torch_makes_it(shape):
+    like = torch.zeros(2, dtype=torch.bfloat16)
+    for dtype in (None, torch.float32):
+        found, want = new_empty(like, shape, dtype), like.new_empty(shape, dtype=dtype)
+        assert (found.shape, found.dtype, found.device) == (want.shape, want.dtype, want.device)
+        assert found.is_contiguous()
+        assert not found.numel() or found.stride() == want.stride()
+    with FakeTensorMode() as mode:
+        fake = new_empty(mode.from_tensor(like), shape)
+    assert isinstance(fake, FakeTensor)
+    assert fake.shape == shape

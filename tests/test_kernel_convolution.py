@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eachgrad.kernels import convolution
+from eachgrad.kernels import convolution, library
 from eachgrad.kernels.convolution import Tiling, conv_gradients, conv_squares, conv_sum
 from interpreter import assert_as_in_float64
 from oracle import error
@@ -160,13 +160,14 @@ def surrounded(t: Tensor) -> Tensor:
 
 
 class Poisoned:
-    """In place of Tensor.new_empty: memory full of NaN, with some around it that nobody may write."""
+    """In place of the memory of ops: memory full of NaN, with some around it that nobody may write."""
 
     def __init__(self) -> None:
-        self.made, self.ordinary = [], Tensor.new_empty
+        self.made, self.ordinary, self.ops = [], Tensor.new_empty, library.empty_strided_cpu
 
     def __enter__(self) -> Poisoned:
         Tensor.new_empty = lambda like, *size, **options: self.empty(like, *size, **options)
+        library.empty_strided_cpu = lambda size, stride, dtype: self.empty(torch.empty(0, dtype=dtype), size)
         return self
 
     def empty(self, like: Tensor, *size, **options) -> Tensor:
@@ -178,7 +179,8 @@ class Poisoned:
         return wide[1000:-1000].view(shape)
 
     def __exit__(self, *_) -> None:
-        Tensor.new_empty = self.ordinary
+        Tensor.new_empty, library.empty_strided_cpu = self.ordinary, self.ops
+        assert self.made
         for wide in self.made:
             assert wide[:1000].isnan().all()
             assert wide[-1000:].isnan().all()

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from eachgrad.kernels import library
+
 UNIT = 512  # bytes that places are multiples of, as torch's own are
 POWERS = (0.0, 0.25, 1.0)  # of a tensor's life, in what decides which is placed first
 
@@ -50,7 +52,7 @@ def placed(
 
 @contextmanager
 def made_by(wrap: Callable[[Make], Make], device: str) -> Iterator[None]:
-    """Within it, the code that torch has compiled for a device has the tensors of this thread made by `wrap(torch's own)`."""
+    """Within it, compiled code for a device, and ops, have the tensors of this thread made by `wrap(torch's own)`."""
     name = f"empty_strided_{device}"
     own: Make = getattr(torch._C._dynamo.guards, f"_{name}")  # type: ignore[attr-defined]
     new, mine = wrap(own), threading.get_ident()
@@ -69,9 +71,9 @@ def made_by(wrap: Callable[[Make], Make], device: str) -> Iterator[None]:
 
 
 def _modules() -> list[Any]:
-    """What torch's compiler has written, as far as it is loaded."""
+    """What torch's compiler has written, as far as it is loaded; and our own ops."""
     codecache = sys.modules.get("torch._inductor.codecache")
-    return [] if codecache is None else [*codecache.PyCodeCache.modules]
+    return [library, *([] if codecache is None else codecache.PyCodeCache.modules)]
 
 
 @dataclass(frozen=True)

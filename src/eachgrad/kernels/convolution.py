@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eachgrad.kernels.library import library
+from eachgrad.kernels.library import library, new_empty
 
 # The largest tile of a gradient, outputs by columns, and the positions read at a time; 3 of these are in flight. Of six
 # tilings on an H200 this was the fastest, or within a quarter of it, for 16 of 20 layers of ResNet-18 and -50; squares ran
@@ -79,7 +79,7 @@ class _Launch:
 
     def squares(self) -> Tensor:
         """Room for what each tile adds to each sample's square: (B, tiles)."""
-        return self.x.new_empty((self.B, self.grid[0] * self.grid[1]), dtype=torch.float32)
+        return new_empty(self.x, (self.B, self.grid[0] * self.grid[1]), torch.float32)
 
     def sums(self, programs: int) -> tuple[Tensor, int]:
         """Room for the sums over as many parts of the positions as keep the device busy, and the tiles in each part.
@@ -90,7 +90,7 @@ class _Launch:
         tiles = -(-self.rows // self.tiles.positions)
         parts = min(max(1, programs // (self.grid[0] * self.grid[1])), tiles)
         steps = -(-tiles // max(1, parts))
-        return self.x.new_empty((parts, self.p, *self.kernel, self.C), dtype=torch.float32), steps
+        return new_empty(self.x, (parts, self.p, *self.kernel, self.C), torch.float32), steps
 
     def __call__(self, kernel: Any, times: int, out: Tensor, *arguments: int) -> None:
         """Run the kernel `times` times for each tile."""
@@ -104,7 +104,7 @@ class _Launch:
 
 def _channels_last(x: Tensor, B: int, p: int, C: int, kernel: Ints) -> Tensor:
     """Room for (B, p, C, kh, kw), with the channels last in memory, as the kernel writes them: in a row."""
-    return x.new_empty((B, p, *kernel, C)).permute(0, 1, 4, 2, 3)
+    return new_empty(x, (B, p, *kernel, C)).permute(0, 1, 4, 2, 3)
 
 
 def launched_squares(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eachgrad import plan
-from eachgrad.kernels.library import library
+from eachgrad.kernels.library import library, new_empty
 from eachgrad.kernels.positions import DTYPES
 
 # Of twelve on an H200 the fastest for 16,384 rows of 50,257 classes.
@@ -34,7 +34,7 @@ def _check(logits: Tensor, *rows: Tensor) -> None:
 def _gradient_like(logits: Tensor) -> Tensor:
     """Room for a gradient, with rows that are a multiple of sixteen bytes."""
     n, classes = logits.shape
-    return logits.new_empty((n, -(-classes // plan.ALIGNED) * plan.ALIGNED))
+    return new_empty(logits, (n, -(-classes // plan.ALIGNED) * plan.ALIGNED))
 
 
 def _rows(logits: Tensor) -> tuple[Tensor, int, int]:
@@ -67,7 +67,7 @@ def launched(logits: Tensor, target: Tensor, ignored: int) -> Tensor:
     from eachgrad.kernels.triton_entropy import entropies_kernel
 
     _check(logits, target)
-    out = logits.new_empty((3, len(logits)), dtype=torch.float32)
+    out = new_empty(logits, (3, len(logits)), torch.float32)
     given, unit, distance = _rows(logits)
     if logits.numel():
         with torch.cuda.device_of(out):

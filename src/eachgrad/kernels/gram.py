@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eachgrad.kernels.library import library
+from eachgrad.kernels.library import library, new_empty
 
 # The largest tile of a Gram, the numbers of each row read at a time, and how many of these are in flight. Two tiles of
 # 128 x 128 in float32 are half of the registers of a multiprocessor. Of six tilings on an H200 this was the fastest for ViT's
@@ -140,7 +140,7 @@ class _Pair(NamedTuple):
 
 def _room(left: Tensor, tiles: Tiling, *pairs: int) -> Tensor:
     side = _side(left.shape[1], tiles)
-    return left.new_empty((*pairs, 2, left.shape[0], side * (side + 1) // 2), dtype=torch.float32)
+    return new_empty(left, (*pairs, 2, left.shape[0], side * (side + 1) // 2), torch.float32)
 
 
 def launched(left: Tensor, right: Tensor, tiles: Tiling | None = None) -> Tensor:

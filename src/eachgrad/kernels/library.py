@@ -1,5 +1,25 @@
-"""The namespace of the ops: `torch.ops.eachgrad`."""
+"""The namespace of the ops, `torch.ops.eachgrad`, and memory for what they return."""
+
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 library = torch.library.Library("eachgrad", "DEF")
+
+# As the code that torch's compiler writes has them: whoever plans where its tensors lie (arena.py) plans those of ops, too.
+empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+empty_strided_cpu = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
+
+
+def new_empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """`like.new_empty`; a tensor that is there has its place by the plan that is in effect, if any."""
+    dtype = dtype or like.dtype
+    if type(like) is not Tensor or (like.is_cuda and like.device.index != torch.cuda.current_device()):
+        return like.new_empty(shape, dtype=dtype)
+    strides, distance = [], 1
+    for n in reversed(shape):
+        strides.append(distance)
+        distance *= max(1, n)
+    make = {"cuda": empty_strided_cuda, "cpu": empty_strided_cpu}.get(like.device.type)
+    return like.new_empty(shape, dtype=dtype) if make is None else make(tuple(shape), tuple(reversed(strides)), dtype)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eachgrad.kernels.library import library
+from eachgrad.kernels.library import library, new_empty
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -57,7 +57,7 @@ def plain_sums(c: Tensor, values: list[Tensor]) -> list[Tensor]:
 def launched_squares(values: list[Tensor], tiles: Tiles = TILES, run: int | None = None) -> Tensor:
     """The same by the kernel. `run`: how many numbers make a run, RUN if it is not said."""
     run, B = run or RUN, len(values[0])
-    partial = values[0].new_empty((B, sum(_runs(value, run) for value in values)), dtype=torch.float32)
+    partial = new_empty(values[0], (B, sum(_runs(value, run) for value in values)), torch.float32)
     if not partial.numel():
         return partial
     from eachgrad.kernels.triton_many import squares_kernel
@@ -81,7 +81,7 @@ def launched_sums(c: Tensor, values: list[Tensor], tiles: Tiles = TILES) -> list
         return [c.new_zeros(value.shape[1:]) for value in values]
     from eachgrad.kernels.triton_many import weighted_kernel
 
-    outs, c, kernel = [c.new_empty(value.shape[1:]) for value in values], c.contiguous(), _any(weighted_kernel)
+    outs, c, kernel = [new_empty(c, value.shape[1:]) for value in values], c.contiguous(), _any(weighted_kernel)
     for part in _launches(values):
         place = part.place(tiles.block)
         with torch.cuda.device_of(c):

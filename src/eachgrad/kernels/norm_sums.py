@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from eachgrad.choices import chosen
-from eachgrad.kernels.library import library
+from eachgrad.kernels.library import library, new_empty
 from eachgrad.kernels.positions import DTYPES, tiling
 
 MOST = 6  # terms
@@ -38,7 +38,7 @@ def _check(g: Tensor, terms: list[Tensor], mean: Tensor | None, scale: Tensor) -
 def _room(g: Tensor, parts: int) -> Tensor:
     """For the sums of each part of the positions, of g and of g times the normalised input: (2, B, parts, n)."""
     B, T, n = g.shape
-    return g.new_empty((2, B, parts or tiling(B, T, n).parts, n), dtype=torch.float32)
+    return new_empty(g, (2, B, parts or tiling(B, T, n).parts, n), torch.float32)
 
 
 def plain(g: Tensor, terms: list[Tensor], mean: Tensor | None, scale: Tensor, parts: int = 0) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eachgrad.choices import chosen
-from eachgrad.kernels.library import library
+from eachgrad.kernels.library import library, new_empty
 
 # A program adds up so many positions of so many numbers at a time. If there would be too few programs to keep the device
 # busy, by two or three for each multiprocessor of an H200, each has a part of the positions.
@@ -56,7 +56,7 @@ def _room(values: Sequence[Tensor], parts: int) -> Tensor:
     """For the sums of each part of the positions of each tensor: (tensors, B, parts, n)."""
     _check(values)
     B, T, n = values[0].shape
-    return values[0].new_empty((len(values), B, parts or tiling(B, T, n).parts, n), dtype=torch.float32)
+    return new_empty(values[0], (len(values), B, parts or tiling(B, T, n).parts, n), torch.float32)
 
 
 def plain(values: list[Tensor], parts: int = 0) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eachgrad.choices import chosen
-from eachgrad.kernels.library import library
+from eachgrad.kernels.library import library, new_empty
 
 NUMBERS = 1 << 14  # of a program's tile: of 16 samples eight a thread, sixteen bytes of bfloat16
 # In a tile. Of 4 samples in a tile for 16 there are too few reads in flight: 2.3 TB/s, where 16 samples have 3.7.
@@ -32,10 +32,10 @@ def _room(value: Tensor, samples: int) -> tuple[Tensor, Tensor]:
     """For what each block of numbers adds to each sample's square (blocks, B), and for the mean (*shape)."""
     if value.dtype not in DTYPES:
         raise TypeError(f"squares_and_mean takes {', '.join(map(str, DTYPES))}, not {value.dtype}")
-    out = value.new_empty(value.shape[1:], dtype=torch.float32)
+    out = new_empty(value, value.shape[1:], torch.float32)
     B = value.shape[0]
     blocks = -(-out.numel() // (NUMBERS // (samples or tile(B))))
-    return value.new_empty((blocks, B), dtype=torch.float32), out
+    return new_empty(value, (blocks, B), torch.float32), out
 
 
 def plain(value: Tensor, samples: int = 0) -> tuple[Tensor, Tensor]:

@@ -47,13 +47,13 @@ class Pieces:
     def several(self) -> int:
         """The most samples of a piece, if a step has several: fewer where most steps have one.
 
-        Their sums need memory as well, and have it in that of the larger graphs: two pieces of six tenths are more than two
-        standard deviations beyond what is expected of 16 samples or more.
+        Their sums need memory as well, and have it in that of the larger graphs. More than two pieces are rare: two have 1.6
+        times the samples that one has.
         """
         if not self.multiple or self.largest < self.expected:
             return self.largest if self.multiple else 0
-        most = max(-(-(self.largest + 1) // 2), 6 * self.largest // 10)
-        return min(self.largest, -(-most // self.multiple) * self.multiple)
+        most = max(-(-(self.largest + 1) // 2), 8 * self.largest // 10)
+        return -(-most // self.multiple) * self.multiple
 
     def filled(self, samples: int) -> int:
         """What a piece of so many samples is filled up to; a graph does that by itself."""
