@@ -84,7 +84,7 @@ def graphs(monkeypatch):
 
 def made(**options):
     torch.manual_seed(0)
-    given = {"steps": STEPS, "compile": True, "batch_size": 12, "graphs": "any", "generator": fixed()}
+    given = {"steps": STEPS, "compile": True, "batch_size": 12, "max_physical_batch": 14, "generator": fixed()}
     return make(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)), **given | options)
 
 
