@@ -133,8 +133,11 @@ def line(model: str, contender: str, row: Row) -> str:
     if "pieces_a_step" in row:
         sizes = f"up to {row['sizes'][0]}" if row["multiple"] else f"of {' or '.join(map(str, row['sizes']))}"
         text += f" | {row['pieces_a_step']:.2f} pieces {sizes}, {row['graphs']} graphs"
-        text += f", {row['replayed']} replayed | deviation {row['deviation']:.1e}, of an eager run"
-        text += f" {row['deviation_of_eager']:.1e}" + ("" if row["right"] else " WRONG")
+        text += f", {row['replayed']} replayed"
+        if row["deviation"] is None:
+            return text + " | not compared: out of memory"
+        text += f" | deviation {row['deviation']:.1e}, of an eager run {row['deviation_of_eager']:.1e}"
+        text += "" if row["right"] else " WRONG"
     return "; ".join([text, *row.get("reasons", [])])
 
 

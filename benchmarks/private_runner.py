@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import copy
 import fcntl
-import math
 import statistics
 import time
 import warnings
@@ -202,7 +201,7 @@ class Runner:
             try:
                 self.row |= checked(self.trainer)
             except torch.OutOfMemoryError:
-                self.row |= {"deviation": math.nan, "deviation_of_eager": math.nan, "right": False}
+                self.row |= {"deviation": None, "deviation_of_eager": None, "right": False}
 
 
 class Turns:

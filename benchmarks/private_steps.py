@@ -179,8 +179,7 @@ class Private:
     def full(self) -> dict[str, AbstractContextManager[None]]:
         """As many as one piece has at most, and two pieces of as many as each of several has."""
         divided = self.run.loader.divided
-        several = {"several": self._of(2 * divided.several)} if divided.largest < 2 * divided.several else {}
-        return {"one": self._of(divided.largest)} | several
+        return {"one": self._of(divided.largest), "several": self._of(2 * (divided.several or divided.largest))}
 
     @contextmanager
     def _of(self, samples: int) -> Iterator[None]:

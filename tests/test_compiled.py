@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations
 import eachgrad
 from cases import Net
 from eachgrad import step
+from eachgrad.errors import first_line
 from eachgrad.kernels.signals import Slot
 from oracle import assert_same
 
@@ -535,3 +536,16 @@ def test_autocast_in_the_loss_function_alone():
         wide = F.cross_entropy(exact(x).flatten(0, 1), y.flatten(), reduction="none").view(x.shape).mean(1)
     for name, want in tape.backward(wide).clipped_sum(1.0).items():
         torch.testing.assert_close(found[name].double(), want, rtol=0.0, atol=8e-3 * float(want.abs().max()))
+
+
+def test_why_the_compiler_has_failed_names_the_op():
+    """Torch's first line is the same for all of them."""
+    text = (
+        "RuntimeError when making fake tensor call\n  Explanation: Dynamo failed to run FX node with fake tensors: "
+        "call_function aten.bmm.dtype(*(FakeTensor(..., size=(3,)),), **{}): got RuntimeError('no such size')\n  Hint: none"
+    )
+    said = first_line(RuntimeError(text))
+    assert (
+        said == "RuntimeError: RuntimeError when making fake tensor call, aten.bmm.dtype, RuntimeError('no such size')"
+    )
+    assert first_line(ValueError("a tensor: got Foo(1)")) == "ValueError: a tensor: got Foo(1)"

@@ -56,10 +56,11 @@ class Block:
     def placed(self, plan: Plan, size: int) -> Placed:
         """A plan for so many samples, in this memory; without room for it, in another, for all that come from now on."""
         if not self.has_room_for(plan, size):
-            self._size, self.base = max(self._size, self._needed(plan, size)), None
+            needed, self.base = max(self._size, self._needed(plan, size)), None
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()  # what was there before, which is too small
-            self.base = torch.empty(self._size, dtype=torch.uint8, device=plan.device)
+            self.base = torch.empty(needed, dtype=torch.uint8, device=plan.device)
+            self._size = needed  # if there is so much
         assert self.base is not None
         return Placed(plan, self.base)
 
@@ -71,7 +72,7 @@ class Block:
 
     def room(self) -> Tensor | None:
         """The bytes that were to be left alone; None if there is no such memory."""
-        if self.base is None or not self.beside or self.base.nbytes < self.beside:
+        if self.base is None or not self.several or not self.beside or self.base.nbytes < self.beside:
             return None
         found = alias(self.base[self.base.nbytes - self.beside :])
         self._room = StorageWeakRef(found.untyped_storage())

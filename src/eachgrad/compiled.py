@@ -125,6 +125,7 @@ class Compiled:
         exact = exact or any(graph.counts for graph in self.graphs)
         self.sizes = replace(self.sizes, few=not exact, exact=exact)
         self._apart, self._failed = reason, failed
+        self.memory.block.keep_free(0, 0)
         self._drop()
         self._front = self._begun()
 
@@ -207,21 +208,29 @@ class Compiled:
         (returned,) = gm.graph.find_nodes(op="output")[0].args
         if len(returned) != 1:  # type: ignore[arg-type]
             raise NotCompiled("the forward keeps a tensor for later, beside the losses")
-        forward = Forward(self.model, self.queries, gm)
-        graph = Graph(self, forward, dynamic=any(isinstance(a, torch.SymInt) for a in example))
-        if graph.dynamic and not self.is_open:
+        dynamic = any(isinstance(a, torch.SymInt) for a in example)
+        # By which tensors are trained: torch 2.11 has the same graph of the forward for a parameter that is frozen later on.
+        known: dict[tuple[bool, ...], Graph] = {}
+
+        def run(*args: Any) -> Any:
+            assert self._given is not None
+            trained = tuple(a.requires_grad for a in args if isinstance(a, Tensor))
+            if trained not in known:
+                known[trained] = self._graph(gm, dynamic)
+            self._answer, out = known[trained].run(args, self._given)
+            return out
+
+        return run
+
+    def _graph(self, gm: GraphModule, dynamic: bool) -> Graph:
+        graph = Graph(self, Forward(self.model, self.queries, gm), dynamic=dynamic)
+        if dynamic and not self.is_open:
             graph.traces = False
             graph.reason = (
                 "a size is marked as dynamic for the compiler, where each has a graph of its own: do not mark it"
             )
         self.graphs.append(graph)
-
-        def run(*args: Any) -> Any:
-            assert self._given is not None
-            self._answer, out = graph.run(args, self._given)
-            return out
-
-        return run
+        return graph
 
     def eager(self, batch: tuple) -> Answer:
         """The same without the compiler."""

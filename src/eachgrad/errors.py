@@ -18,9 +18,9 @@ class UnsupportedOp(CaptureError):
 def first_line(error: Exception) -> str:
     """What somebody else's error says, in short."""
     error = getattr(error, "inner_exception", error)  # what a compiler's failure was about
-    text = str(error).strip()
+    first, _, text = str(error).strip().partition("\n")
     # A compiler's front end has its own first line for every op, and which one it was further down.
     op = re.search(r"FX node with fake tensors: \w+ ([^\s(]+)", text)
     got = re.search(r": got (\w+\(.*)$", text, re.MULTILINE)
     more = "".join(f", {found[1][:200]}" for found in (op, got) if found)
-    return f"{type(error).__name__}: {text.partition(chr(10))[0]}{more}"
+    return f"{type(error).__name__}: {first}{more}"

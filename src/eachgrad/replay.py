@@ -173,7 +173,12 @@ class Memory:
         """Where the tensors of a call lie: for a smaller batch, as for a larger one, of which all are larger."""
         known, small = self._layouts.setdefault(call, {}), 0 < size <= self.block.several
         if small not in known or known[small][0] < size:
-            known[small] = size, best_layout(call, args, answers=bool(size))
+            try:
+                best = best_layout(call, args, answers=bool(size))
+            except torch.OutOfMemoryError:
+                self._release()  # it is tried beside what the others have
+                best = best_layout(call, args, answers=bool(size))
+            known[small] = size, best
         return known[small][1]
 
     def input(self, place: int, like: Tensor, size: int) -> Tensor:

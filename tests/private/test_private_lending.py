@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import gc
-import weakref
+import io
 from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
-from private_runs import fixed, make
+from private_runs import fixed, losses_of, make, table
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import eachgrad
 from eachgrad.block import Block
 from eachgrad.private import noise
 from eachgrad.private.audit_canaries import Scores
 from eachgrad.private.gathering import Engine
+from eachgrad.private.guest import Epochs, Privacy, Training, take_step
 from eachgrad.private.lending import Lending
 from eachgrad.receipt import call_loss
 from eachgrad.replay import Held, lent
@@ -29,8 +31,7 @@ class Graphs:
 
     def __init__(self, monkeypatch):
         self.block: Block | None = None
-        self.released = 0
-        self.old: list[weakref.ref[Tensor]] = []
+        self.old: list[StorageWeakRef] = []
         compiled = Engine._compiled
 
         def answered(engine, ask, args, filled):
@@ -42,7 +43,7 @@ class Graphs:
         def release(ask):
             assert self.block is not None
             assert self.block.base is not None
-            self.old.append(weakref.ref(self.block.base))
+            self.old.append(StorageWeakRef(self.block.base.untyped_storage()))
             self.block.drop()
 
         monkeypatch.setattr(Engine, "_compiled", answered)
@@ -82,10 +83,10 @@ def graphs(monkeypatch):
     return Graphs(monkeypatch)
 
 
-def made(**options):
+def made(model=None, **options):
     torch.manual_seed(0)
     given = {"steps": STEPS, "compile": True, "batch_size": 12, "max_physical_batch": 14, "generator": fixed()}
-    return make(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)), **given | options)
+    return make(model or nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)), **given | options)
 
 
 def trained(run, during=lambda run, pieces: None) -> list[Tensor]:
@@ -123,7 +124,7 @@ def test_gradients_are_lent(graphs, want, options):
         return trained(run, note), found, places
 
     other = made(**options)
-    other.lending.allowed = False
+    other.lending.stop()
     _, expected, places = gradients(other)
     assert not any(there for _, there in places)
     assert all(p.grad is not None for p in other.model.parameters())
@@ -160,43 +161,123 @@ def test_who_keeps_a_gradient_keeps_its_numbers(how, several, graphs, want):
     assert_alike(trained(run, keep), want)
     ((mine, copy),) = kept
     assert torch.equal(mine, copy)
-    assert not run.lending.allowed
+    assert not run.engine.lends
     (old,) = graphs.old
-    assert old() is not None  # as long as somebody has a part of its memory
+    assert not old.expired()  # as long as somebody has a part of its memory
     kept.clear()
     del mine
     gc.collect()
-    assert old() is None
+    assert old.expired()
 
 
-def test_a_step_of_the_optimizer_that_fails_leaves_no_gradient(graphs):
-    run = made()
-    failing = [False]
+def test_a_step_of_the_optimizer_that_fails_leaves_its_gradient(graphs):
+    """With its numbers, whatever comes later."""
+    run, kept, failing = made(), [], [False]
 
-    def fail(run, pieces) -> None:
+    def fail(*_) -> None:
         if failing[0]:
             raise ZeroDivisionError
 
-    run.optimizer.register_step_pre_hook(lambda *_: fail(run, 0))
+    run.optimizer.register_step_pre_hook(fail)
     for k, batch in enumerate(run.loader):
         failing[0] = k == 6
         if failing[0]:
             with pytest.raises(ZeroDivisionError):
                 run.step(batch)
-            assert all(p.grad is None for p in run.model.parameters())
+            kept = [(p.grad, p.grad.clone()) for p in run.model.parameters()]
         else:
             run.step(batch)
+    assert all(torch.equal(*pair) for pair in kept)
     assert all(torch.isfinite(p).all() for p in run.model.parameters())
 
 
+class Later(torch.optim.SGD):
+    """Takes its step when somebody else says so."""
+
+    def step(self, closure=None):
+        pass
+
+    def take(self) -> None:
+        super().step()
+
+
+def test_an_optimizer_that_steps_later_has_its_gradients(graphs, want):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = Later(model.parameters(), lr=0.1)
+    run = made(model=model, optimizer=optimizer)
+    for batch in run.loader:
+        run.step(batch)
+        optimizer.take()
+    assert_alike([p.detach() for p in model.parameters()], want)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_gradient_that_is_saved_holds_nothing_else(several, graphs):
+    """Beside it lie activations and sums without noise."""
+    sizes = []
+
+    def save(run, pieces) -> None:
+        if (pieces > 1) == several and all(graphs.has(p.grad) for p in run.model.parameters()):
+            for p in run.model.parameters():
+                assert p.grad.untyped_storage().nbytes() == p.grad.nbytes
+                p.grad.detach_()  # as older optimizers do: it is no view
+                found, alone = io.BytesIO(), io.BytesIO()
+                torch.save(p.grad, found)
+                torch.save(p.grad.clone(), alone)
+                sizes.append((len(found.getvalue()), len(alone.getvalue())))
+
+    trained(made(), save)
+    assert sizes
+    assert all(found == alone for found, alone in sizes)
+
+
+def test_sums_make_way_when_memory_runs_out(graphs, want, monkeypatch):
+    """At the second piece the eager code finds none, with the block there; once it is gone it does."""
+    answer, failed = Engine.answer, []
+
+    def answered(engine, *given):
+        block = graphs.block
+        if block is not None and block._room is not None and not block._room.expired() and len(failed) < 2:
+            failed.append(block.base.nbytes)
+            raise torch.OutOfMemoryError
+        return answer(engine, *given)
+
+    monkeypatch.setattr(Engine, "answer", answered)
+    assert_alike(trained(made()), want)
+    assert len(failed) == len(graphs.old) == 2
+    assert all(old.expired() for old in graphs.old)
+
+
+def test_a_trainer_takes_its_step_later(graphs):
+    """The optimizer that a trainer's run has does nothing: the gradients stay for the trainer's own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = Training(model, optimizer, table(), losses_of, 12, STEPS, None, 0)
+    run = training.run(
+        Privacy(noise_multiplier=1.0, target_delta=1e-3, max_grad_norm=1.0, compile=True), None, None, None
+    )
+    for batch in Epochs(run):
+        take_step(run, batch)
+        assert all(p.grad is not None for p in model.parameters())
+    assert graphs.block is not None
+    assert graphs.block.beside == 0
+    assert not run.engine.lends
+
+
+def lending(**parameters: Tensor) -> Lending:
+    engine = Engine(nn.Linear(1, 1), None, None, "zero", {})  # type: ignore[arg-type]
+    return Lending(engine, {name: nn.Parameter(t) for name, t in parameters.items()})
+
+
 def test_sums_that_share_their_memory_are_not_written_over():
-    parameters = {name: nn.Parameter(torch.zeros(6)) for name in ("one", "other")}
     base = torch.zeros(80, dtype=torch.uint8)
     held, numbers = Held(None, base), base.view(torch.float32)  # type: ignore[arg-type]
 
     def over(one: Tensor, other: Tensor) -> bool:
         sums = {"one": lent_on_cpu(one, held), "other": lent_on_cpu(other, held)}
-        return Lending().over(sums, parameters) is not None
+        return lending(one=torch.zeros(6), other=torch.zeros(6)).over(sums) is not None
 
     assert over(numbers[:6], numbers[6:12])
     assert over(numbers[8:14], numbers[14:20])
@@ -209,28 +290,27 @@ def test_sums_that_share_their_memory_are_not_written_over():
 
 
 def test_what_is_no_graphs_is_not_lent():
-    parameters = {name: nn.Parameter(torch.zeros(6)) for name in ("one", "other")}
     bases = [torch.zeros(96, dtype=torch.uint8) for _ in range(2)]
     one, other = (Held(None, base) for base in bases)  # type: ignore[arg-type]
     sums = {"one": lent_on_cpu(bases[0].view(torch.float32)[:6], one)}
     second = lent_on_cpu(bases[0].view(torch.float32)[6:12], one)
-    lending = Lending()
-    assert lending.over(sums | {"other": second}, parameters) is not None
-    assert lending.over(sums | {"other": torch.zeros(6)}, parameters) is None
-    assert lending.over(sums | {"other": lent_on_cpu(bases[1].view(torch.float32)[6:12], other)}, parameters) is None
-    assert lending.over(sums, parameters) is None
-    assert lending.over({}, parameters) is None
-    lending.allowed = False
-    assert lending.over(sums | {"other": second}, parameters) is None
+    found = lending(one=torch.zeros(6), other=torch.zeros(6))
+    assert found.over(sums | {"other": second}) is not None
+    assert found.over(sums | {"other": torch.zeros(6)}) is None
+    assert found.over(sums | {"other": lent_on_cpu(bases[1].view(torch.float32)[6:12], other)}) is None
+    assert found.over(sums) is None
+    assert found.over({}) is None
+    found.stop()
+    assert found.over(sums | {"other": second}) is None
 
 
 def test_sums_of_several_pieces_need_room():
     sums = {"one": torch.zeros(200), "other": torch.zeros(3, 2)}
-    block, lending = Block(), Lending()
+    block, lent = Block(), lending()
     block.keep_free(1536, several=4)
-    assert lending.beside(block, sums) is None  # there is no memory yet
+    assert lent.beside(block, sums) is None  # there is no memory yet
     block.base = torch.zeros(4096, dtype=torch.uint8)
-    found = lending.beside(block, sums)
+    found = lent.beside(block, sums)
     assert found is not None
     for name, t in found.items():
         t.fill_(float("nan"))
@@ -242,9 +322,11 @@ def test_sums_of_several_pieces_need_room():
     found.clear()
     del t
     assert not block.is_in_use(5)
-    assert lending.beside(block, sums | {"third": torch.zeros(1)}) is None
-    assert lending.beside(block, {"one": sums["one"].double()}) is None
-    assert lending.beside(block, {"one": torch.zeros(4, 5).T}) is None
+    assert lent.beside(block, sums | {"third": torch.zeros(1)}) is None
+    assert lent.beside(block, {"one": sums["one"].double()}) is None
+    assert lent.beside(block, {"one": torch.zeros(4, 5).T}) is None
+    block.keep_free(1536, several=0)  # graphs of one size each use all of it
+    assert lent.beside(block, sums) is None
 
 
 def test_a_step_in_doubt_is_answered_anew(graphs, want, monkeypatch):

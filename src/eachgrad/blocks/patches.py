@@ -94,9 +94,8 @@ class Patches(Block):
         (B, p, K), T, item = self.sizes(), self.positions, self.dtype.itemsize
         if self._implicit and T >= MANY:
             return plan.Route("implicit", 2 * B * T * p * K, 0, "nothing is unfolded")
-        unfolded = min(B, self._step()) * self._unfolded() * item
         if self.geometry.groups > 1:
-            return plan.Route("direct", 2 * B * T * p * K, unfolded, "groups")
+            return plan.Route("direct", 2 * B * T * p * K, min(B, self._step()) * self._unfolded() * item, "groups")
         product = plan.product_norms(B, T, p, K, item, self.g.device.type)
         gram = 2 * B * (self.pixels**2 * self.x.shape[2] + T**2 * p)
         share = (gram + 2 * B * ADDITION * sum(self.geometry.kernel) * T**2) / max(1, product.flops)
@@ -104,6 +103,7 @@ class Patches(Block):
         if share < 1 and math.prod(self.geometry.kernel) > 1 and T > 1 and not self.dtype.is_complex:
             size = 3 * min(B, self._gram_step()) * max(self.pixels, T) ** 2 * max(4, item)
             return plan.Route("Gram of pixels", gram, size, f"{share:.0%} of {product.name}")
+        unfolded = min(B, self._unfolded_step()) * self._unfolded() * item
         return replace(product, bytes=product.bytes + unfolded)
 
     def weighted_sum(self, c: Tensor) -> Tensor:
@@ -222,6 +222,10 @@ class Patches(Block):
     def _step(self) -> int:
         """How many samples at a time keep the unfolded input and the gradients small."""
         return max(1, self._chunk() // max(1, self._unfolded(), math.prod(self.shape)))
+
+    def _unfolded_step(self) -> int:
+        """The same where no gradient is formed, or a few at a time: on a GPU all samples, of whatever number."""
+        return max(1, self._chunk() // max(1, self._unfolded()))
 
     def _gram_step(self) -> int:
         return max(1, self._chunk() // max(1, self.pixels, self.positions) ** 2)

@@ -87,7 +87,7 @@ def audit(
     coins = np.array([chance.random() < 0.5 for _ in range(count)])
     # As many places again stay empty: they show what the scores of canaries look like that are not in the data.
     scores = Scores(run, places(run, 2 * count, chance), count)
-    run.lending.allowed = False  # gradients are read when the step is over
+    run.lending.stop()  # gradients are read when the step is over
     with planted(run, scores, np.flatnonzero(coins).tolist(), canary_norm * run.rule.sensitivity):
         for batch in run.loader.take(steps):
             scores.begin()

@@ -35,6 +35,7 @@ class Engine:
         self.nonfinite, self.options, self.pieces, self.recompute = nonfinite, options, pieces, recompute
         self.ask: Any = None
         self.trusts = True  # whether a compiled answer is given before it is known to be right
+        self.lends = True  # whether gradients may lie in the memory of CUDA graphs
         self._sent: tuple[float, Tensor] | None = None
 
     def record(self) -> eachgrad.Tape:
@@ -43,7 +44,7 @@ class Engine:
     def answer(self, batch: Any, samples: int, filled: int) -> tuple[Any, Tensor]:
         """The answers for one piece, and its losses: after the first `samples` it is filled up with copies.
 
-        They are for `settled` to accept.
+        Whether they are right, `doubted` says.
         """
         args = arguments(batch)
         if self.loss_fn is None:
@@ -59,10 +60,6 @@ class Engine:
         if self.pieces is not None:  # what is wrong with the losses was said in plain words by the first piece
             self.ask = self._compile()
         return answer, losses.detach()
-
-    def settled(self, answer: tuple[Any, Tensor], batch: Any, samples: int, filled: int) -> tuple[Any, Tensor]:
-        """The answer, or another one, by the eager code, if it turns out to be in doubt."""
-        return self.again(batch, filled) if self.doubted() else answer
 
     def doubted(self) -> bool:
         """Whether an answer since the last time is in doubt: waits until the device has come so far that it can say."""
@@ -122,8 +119,9 @@ class Engine:
             **self.pieces.options,
         }
         found = eachgrad.compile(self.model, losses, mode="reduce-overhead", copies=False, **options, **queries)
-        sums = sum(room_for(p) for p in self.model.parameters() if p.requires_grad)
-        found.memory.block.keep_free(sums, self.pieces.several)
+        if self.lends:
+            sums = sum(room_for(p) for p in self.model.parameters() if p.requires_grad)
+            found.memory.block.keep_free(sums, self.pieces.several)
         return found
 
 

@@ -81,7 +81,7 @@ class Training:
             steps=self.steps, collate_fn=self.collate_fn, num_workers=self.num_workers, progress=False,
             checkpoint=journal, resume=state is not None, **options,
         )  # fmt: skip
-        run.lending.allowed = False  # the optimizer takes the gradients when the run's step is over
+        run.lending.stop()  # the optimizer takes the gradients when the run's step is over
         if state is not None:
             _take_up(run, state)
         return run

@@ -7,7 +7,8 @@ is: that memory is left to it, graphs are captured elsewhere, and nothing is len
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -15,33 +16,33 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from eachgrad.block import Block, alias, room_for
-from eachgrad.private.gathering import Engine
+from eachgrad.private.gathering import Engine, Gathered, Sums
 
 
 class Lending:
     """What a step has lent of the memory of its graphs."""
 
-    def __init__(self) -> None:
-        self.allowed = True
-        self._lent: StorageWeakRef | None = None
+    def __init__(self, engine: Engine, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.engine, self.parameters = engine, parameters
+        self._lent: list[StorageWeakRef] = []
 
-    def over(self, sums: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor] | None:
+    def over(self, sums: Sums) -> dict[str, Tensor] | None:
         """Tensors where the sums of a graph lie, to be written over; None where they are to stay, or no graph's."""
-        self._lent = None
+        self._lent = []
         bases = [getattr(getattr(value, "eachgrad_held", None), "base", None) for value in sums.values()]
         base = bases[0] if bases else None
-        if not self.allowed or base is None or any(other is not base for other in bases) or not _fit(sums, parameters):
+        if not self.engine.lends or base is None or any(other is not base for other in bases):
             return None
         places = {name: (value, value.data_ptr() - base.data_ptr()) for name, value in sums.items()}
         if not all(0 <= place <= base.nbytes - value.nbytes and place % 4 == 0 for value, place in places.values()):
             return None
-        return self._given(alias(base).view(torch.float32), places)
+        return self._given(base, places) if _fit(sums, self.parameters) else None
 
-    def beside(self, block: Block, sums: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def beside(self, block: Block, sums: Sums) -> dict[str, Tensor] | None:
         """Tensors for the sums of several pieces, beside what the graphs of these use; None where there is no room."""
-        self._lent = None
+        self._lent = []
         usual = all(value.dtype == torch.float32 and value.is_contiguous() for value in sums.values())
-        if not self.allowed or not usual or sum(map(room_for, sums.values())) > block.beside:
+        if not self.engine.lends or not usual or sum(map(room_for, sums.values())) > block.beside:
             return None
         room = block.room()
         if room is None or any(value.device != room.device for value in sums.values()):
@@ -49,30 +50,62 @@ class Lending:
         places, end = {}, 0
         for name, value in sums.items():
             places[name], end = (value, end), end + room_for(value)
-        return self._given(room.view(torch.float32), places)
+        return self._given(room, places)
 
-    def _given(self, whole: Tensor, places: Mapping[str, tuple[Tensor, int]]) -> dict[str, Tensor]:
-        """Tensors like these, so many bytes into the whole."""
-        self._lent = StorageWeakRef(whole.untyped_storage())
+    def _given(self, memory: Tensor, places: Mapping[str, tuple[Tensor, int]]) -> dict[str, Tensor]:
+        """Tensors like these, so many bytes into the memory. Each has a storage of its own: to save it saves no more."""
+        whole = memory.view(torch.float32)
         start = int(whole.storage_offset())
-        return {
-            name: whole.as_strided(like.shape, like.stride(), start + place // 4)
+        found = {
+            name: alias(whole.as_strided(like.shape, like.stride(), start + place // 4))
             for name, (like, place) in places.items()
         }
+        self._lent = [StorageWeakRef(t.untyped_storage()) for t in found.values()]
+        return found
 
-    def end(self, parameters: Iterable[nn.Parameter], engine: Engine) -> None:
-        """The optimizer has taken its step: no gradient is in lent memory any more, or that is no graph's any more."""
-        lent, self._lent = self._lent, None
-        if lent is None or lent.expired():  # or they were written elsewhere
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """While the optimizer takes its step; afterwards no gradient is in lent memory, or that is no graph's any more."""
+        before = self._versions()
+        try:
+            yield
+        finally:
+            self.end(keep=self._versions() == before)
+
+    def _versions(self) -> list[int]:
+        return [p._version for p in self.parameters.values()]
+
+    def end(self, keep: bool = False) -> None:
+        """Take back what is lent; `keep`: the optimizer has not changed a parameter, and may need the gradients later on."""
+        lent, self._lent = self._lent, []
+        if all(t.expired() for t in lent):  # or they were written elsewhere
             return
-        for p in parameters:
-            p.grad = None
-        if not lent.expired():
-            self.allowed = False
-            engine.release()
+        if not keep:
+            for p in self.parameters.values():
+                p.grad = None
+        if not all(t.expired() for t in lent):
+            self.stop()
+            self.engine.release()
+
+    def stop(self) -> None:
+        """Lend nothing from now on."""
+        self.engine.lends = False
+        if self.engine.ask is not None:
+            self.engine.ask.memory.block.keep_free(0, 0)
+
+    def moved(self, gathered: Gathered) -> bool:
+        """Whether the graphs' memory could be given back, now that the sums in it have memory of their own."""
+        if not gathered.sums or not self._lent or all(t.expired() for t in self._lent):
+            return False
+        devices = {name: value.device for name, value in gathered.sums.items()}
+        kept = {name: value.cpu() for name, value in gathered.sums.items()}  # there is no memory for a second copy
+        gathered.sums, self._lent = {}, []
+        self.engine.release()
+        gathered.sums = {name: value.to(devices[name]) for name, value in kept.items()}
+        return True
 
 
-def _fit(sums: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> bool:
+def _fit(sums: Sums, parameters: Mapping[str, nn.Parameter]) -> bool:
     """Whether each parameter has a sum that could be its gradient, and each of these memory that is none of another's."""
     if sums.keys() != parameters.keys():
         return False

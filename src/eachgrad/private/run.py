@@ -72,7 +72,7 @@ class Run:
         self.generators: Any = sampler.source.state()  # of the sampling, as of the last batch that was used
         self._open: Open | None = None
         self._watch = Watch(model, self.parameters)
-        self.lending = Lending()
+        self.lending = Lending(engine, self.parameters)
         self.set_totals({"samples": 0, "clipped": 0, "nonfinite": 0})
 
     @property
@@ -115,13 +115,11 @@ class Run:
         step.buffers.check()
         self._count_step()
         gradients, result = stepping.outcome(self, step, asked)
-        self._finish(step, gradients, result)
-        del gradients, asked
-        step.gathered.sums = {}
-        try:
+        with self.lending.taken():
+            self._finish(step, gradients, result)
+            del gradients, asked
+            step.gathered.sums = {}
             self.optimizer.step()
-        finally:
-            self.lending.end(self.parameters.values(), self.engine)
         return result
 
     def record(self) -> Tape:
@@ -239,6 +237,7 @@ class Run:
         tree = self._watch.check(self.optimizer)
         for p in tree.parameters:  # frozen ones, too: what an ordinary backward left there has no noise
             p.grad = None  # so that a step of the optimizer before the noise is there does nothing
+        self.lending.end()  # if the last step was interrupted
         batch.state = "begun"
         self._open = step = Open(batch, Gathered(self.rule), Buffers(self.model, tree))
         return step

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from eachgrad import Tape
@@ -17,6 +19,8 @@ from eachgrad.private.watching import Buffers
 
 if TYPE_CHECKING:
     from eachgrad.private.run import Run
+
+Answered = tuple[Any, Tensor]  # answers for a piece, and its losses
 
 
 @dataclass
@@ -53,15 +57,28 @@ def ask(run: Run, step: Open) -> Asked | None:
         piece = to_device(run.loader.samples.batch(samples, filled), run.device)
         if asked is not None:
             settle(run, step, asked, last=False)
-        asked = Asked(piece, size, filled, run.engine.answer(piece, size, filled))
+        answer = _with_room(run, step, partial(run.engine.answer, piece, size, filled))
+        asked = Asked(piece, size, filled, answer)
     return asked
+
+
+def _with_room(run: Run, step: Open, ask: Callable[[], Answered]) -> Answered:
+    """What `ask` returns, if need be after the memory of the graphs was given back, with the sums in it moved elsewhere."""
+    try:
+        return ask()
+    except torch.OutOfMemoryError:
+        if not run.lending.moved(step.gathered):
+            raise
+    return ask()
 
 
 def settle(run: Run, step: Open, asked: Asked, last: bool) -> None:
     """Add the answer to a piece, or another one, once it is known to be right: what is added is not taken off again."""
-    found = run.engine.settled(asked.answer, asked.piece, asked.size, asked.filled)
-    step.gathered.add(*found, asked.size, last=last, room=partial(room_for, run))
-    if last and found is not asked.answer:
+    again = run.engine.doubted()
+    found = _with_room(run, step, partial(run.engine.again, asked.piece, asked.filled)) if again else asked.answer
+    answer, losses = found
+    step.gathered.add(answer, losses, asked.size, last=last, room=partial(room_for, run))
+    if last and again:
         step.buffers.check()
 
 
@@ -100,6 +117,6 @@ def noisy(run: Run, step: Open) -> dict[str, Tensor]:
     rule, settings = run.rule, run.settings
     deviation = rule.sum_noise(settings.noise_multiplier) * rule.sensitivity
     sums, own = step.gathered.sums, step.gathered.own
-    if not own and (lent := run.lending.over(sums, run.parameters)) is not None:
+    if not own and (lent := run.lending.over(sums)) is not None:
         sums, own = lent, True
     return noisy_gradients(run.parameters, sums, rule.unit, deviation, settings.batch_size, run.source, own)
