@@ -46,7 +46,11 @@ class Block:
         self._room: StorageWeakRef | None = None
 
     def keep_free(self, beside: int, several: int) -> None:
-        """Let graphs for up to `several` samples, of which a step may have some, leave so many bytes alone."""
+        """Let graphs for up to `several` samples, of which a step may have some, leave so many bytes alone.
+
+        Those that are there would not: it is said before the first.
+        """
+        assert self.base is None or not beside
         self.several, self.beside = several, beside
 
     def has_room_for(self, plan: Plan, size: int) -> bool:

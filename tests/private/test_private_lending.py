@@ -325,7 +325,7 @@ def test_sums_of_several_pieces_need_room():
     assert lent.beside(block, sums | {"third": torch.zeros(1)}) is None
     assert lent.beside(block, {"one": sums["one"].double()}) is None
     assert lent.beside(block, {"one": torch.zeros(4, 5).T}) is None
-    block.keep_free(1536, several=0)  # graphs of one size each use all of it
+    block.several = 0  # graphs of one size each use all of it
     assert lent.beside(block, sums) is None
 
 
