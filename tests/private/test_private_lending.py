@@ -191,6 +191,17 @@ def test_a_step_of_the_optimizer_that_fails_leaves_its_gradient(graphs):
     assert all(torch.isfinite(p).all() for p in run.model.parameters())
 
 
+def test_a_fused_optimizer_is_lent_to(graphs, want):
+    """It changes parameters without a new version of theirs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+    run, places = made(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, fused=True)), []
+    found = trained(run, lambda run, pieces: places.append(all(graphs.has(p.grad) for p in model.parameters())))
+    assert_alike(found, want)
+    assert sum(places) >= STEPS - 4
+    assert all(p.grad is None for p in model.parameters())
+
+
 class Later(torch.optim.SGD):
     """Takes its step when somebody else says so."""
 
@@ -210,6 +221,7 @@ def test_an_optimizer_that_steps_later_has_its_gradients(graphs, want):
         run.step(batch)
         optimizer.take()
     assert_alike([p.detach() for p in model.parameters()], want)
+    assert not graphs.old
 
 
 @pytest.mark.parametrize("several", [False, True])

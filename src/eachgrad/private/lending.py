@@ -18,6 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from eachgrad.block import Block, alias, room_for
 from eachgrad.private.gathering import Engine, Gathered, Sums
 
+SOME = 4  # parameters that are looked at for a change
+
 
 class Lending:
     """What a step has lent of the memory of its graphs."""
@@ -25,6 +27,7 @@ class Lending:
     def __init__(self, engine: Engine, parameters: Mapping[str, nn.Parameter]) -> None:
         self.engine, self.parameters = engine, parameters
         self._lent: list[StorageWeakRef] = []
+        self._trusts = False  # whether the optimizer changes parameters in its step
 
     def over(self, sums: Sums) -> dict[str, Tensor] | None:
         """Tensors where the sums of a graph lie, to be written over; None where they are to stay, or no graph's."""
@@ -65,24 +68,33 @@ class Lending:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """While the optimizer takes its step; afterwards no gradient is in lent memory, or that is no graph's any more."""
-        before = self._versions()
+        """While the optimizer takes its step; afterwards no gradient is in lent memory, or that is no graph's any more.
+
+        Gradients stay, with memory of their own, where the step fails, and as long as the optimizer has not been seen to
+        change a parameter: it may take them later. (Fused optimizers change no version of a tensor.)
+        """
+        before = {} if self._trusts or not self._lent else self._some()
+        keep = True
         try:
             yield
+            if before:
+                self._trusts = not all(map(torch.equal, before.values(), self._some().values()))
+            keep = not self._trusts
         finally:
-            self.end(keep=self._versions() == before)
+            self.end(keep)
 
-    def _versions(self) -> list[int]:
-        return [p._version for p in self.parameters.values()]
+    def _some(self) -> dict[str, Tensor]:
+        """Copies of a few parameters: after a step each has changed by its noise."""
+        small = sorted(self.parameters, key=lambda name: self.parameters[name].numel())[:SOME]
+        return {name: self.parameters[name].detach().clone() for name in small}
 
     def end(self, keep: bool = False) -> None:
-        """Take back what is lent; `keep`: the optimizer has not changed a parameter, and may need the gradients later on."""
+        """Take back what is lent; `keep`: the gradients are copied first."""
         lent, self._lent = self._lent, []
         if all(t.expired() for t in lent):  # or they were written elsewhere
             return
-        if not keep:
-            for p in self.parameters.values():
-                p.grad = None
+        for p in self.parameters.values():
+            p.grad = p.grad.clone() if keep and p.grad is not None else None
         if not all(t.expired() for t in lent):
             self.stop()
             self.engine.release()
