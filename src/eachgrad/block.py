@@ -69,9 +69,10 @@ class Block:
         return Placed(plan, self.base)
 
     def _needed(self, plan: Plan, size: int) -> int:
-        return plan.size + (self.beside if self._is_one_of_several(size) else 0)
+        return plan.size + (self.beside if self.is_one_of_several(size) else 0)
 
-    def _is_one_of_several(self, size: int) -> bool:
+    def is_one_of_several(self, size: int) -> bool:
+        """Whether a step may have other batches beside one of so many samples."""
         return 0 < size <= self.several
 
     def room(self) -> Tensor | None:
@@ -84,7 +85,7 @@ class Block:
 
     def is_in_use(self, size: int) -> bool:
         """Whether a graph for so many samples would write over what somebody has in the `room`."""
-        return self._room is not None and not self._is_one_of_several(size) and not self._room.expired()
+        return self._room is not None and not self.is_one_of_several(size) and not self._room.expired()
 
     def drop(self) -> None:
         """The graphs are gone, and so is the memory, unless somebody else has it."""

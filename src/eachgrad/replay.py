@@ -171,7 +171,7 @@ class Memory:
 
     def _layout(self, call: Call, args: Sequence[Any], size: int) -> Layout:
         """Where the tensors of a call lie: for a smaller batch, as for a larger one, of which all are larger."""
-        known, small = self._layouts.setdefault(call, {}), 0 < size <= self.block.several
+        known, small = self._layouts.setdefault(call, {}), self.block.is_one_of_several(size)
         if small not in known or known[small][0] < size:
             try:
                 best = best_layout(call, args, answers=bool(size))

@@ -176,3 +176,13 @@ def test_several_pieces_are_smaller_than_one(batch_size, given):
         assert len(sizes) <= 1 or max(sizes) <= found.several
         assert len(sizes) == 0 or max(sizes) - min(sizes) < 2 * found.multiple
     assert Pieces((8,)).several == 0
+
+
+@pytest.mark.parametrize(("given", "largest", "many"), [(None, 22, 1.06), (16, 16, 1.46)])
+def test_pieces_of_a_step_are_as_documented(given, largest, many):
+    """With 16 samples expected."""
+    found = pieces(given, 10_000, 16, "any", varies=True)
+    assert found.largest == largest
+    chances = [math.exp(n * math.log(16) - 16 - math.lgamma(n + 1)) for n in range(80)]
+    assert sum(chance * len(found.split(n)) for n, chance in enumerate(chances)) == pytest.approx(many, abs=0.006)
+    assert pieces(None, 10_000, 256, "any", varies=True).largest == 280

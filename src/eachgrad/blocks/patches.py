@@ -151,11 +151,7 @@ class Patches(Block):
             parts = [self._factors(x, g) for x, g in self._split(self.g)] if unit > FLOAT32_ROUNDING else []
             return self._direct_norms(), torch.cat([bound_of(g, x, 2) for g, x in parts]) * unit**2 if parts else None
         if route != "Gram of pixels":
-            # No gradient is formed here, or a few at a time: what is unfolded is all.
-            step = max(1, self._chunk() // max(1, self._unfolded()))
-            found = [
-                self._product(*some).measured() for some in zip(self.x.split(step), self.g.split(step), strict=True)
-            ]
+            found = [self._product(x, g).measured() for x, g in self._split(self.g, self._unfolded_step())]
             bounds = [bound for _, bound in found if bound is not None]
             return torch.cat([squares for squares, _ in found]), torch.cat(bounds) if bounds else None
         total, bound = self._gram()
@@ -215,8 +211,8 @@ class Patches(Block):
         out = self.geometry.convolve(x.flatten(0, 1), weight, g.shape[3:])
         return (out * g.flatten(0, 1)).reshape(len(x), -1).sum(1, keepdim=True)
 
-    def _split(self, g: Tensor):
-        step = self._step()
+    def _split(self, g: Tensor, step: int = 0):
+        step = step or self._step()
         return zip(self.x.split(step), g.split(step), strict=True)
 
     def _step(self) -> int:

@@ -77,12 +77,12 @@ def settle(run: Run, step: Open, asked: Asked, last: bool) -> None:
     again = run.engine.doubted()
     found = _with_room(run, step, partial(run.engine.again, asked.piece, asked.filled)) if again else asked.answer
     answer, losses = found
-    step.gathered.add(answer, losses, asked.size, last=last, room=partial(room_for, run))
+    step.gathered.add(answer, losses, asked.size, last=last, room=partial(_room, run))
     if last and again:
         step.buffers.check()
 
 
-def room_for(run: Run, sums: Sums) -> Sums | None:
+def _room(run: Run, sums: Sums) -> Sums | None:
     """Where the sums of several pieces go, in memory of the graphs; None for memory of their own."""
     ask = run.engine.ask
     return None if ask is None else run.lending.beside(ask.memory.block, sums)
