@@ -796,6 +796,8 @@ RECORDING = [
           then="dynamic is True, or a number"),
     about("any size from one sample on", ValueError, lambda: padded_to(None, dynamic=True, fewest=1), "not 1",
           then="fewest is a number of samples, at least 2"),
+    about("a usual size where there is one for each", ValueError, lambda: padded_to(None, usual=4), "not 4",
+          then="usual is what most batches have where dynamic allows for any"),
     about("padded, and of any size", ValueError, lambda: padded_to(4, dynamic=True), "pad_to", "dynamic",
           then="pass one of them"),
     about("any size, and no samples", ValueError, lambda: padded_to(None, dynamic=True)(X()[:0]), "without samples",

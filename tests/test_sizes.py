@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -170,6 +172,79 @@ def test_what_only_speed_depends_on_is_chosen_once(monkeypatch):
         assert not ask.reasons()
         ((step,),) = ([*graph.step.values()] for graph in ask.graphs)
         assert {size for size, _ in step.checked} == {first, 8, 27, 9}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_graph_is_made_for_the_usual_size(name):
+    """Whichever comes first: what a step is traced with, and what the compiler sees first."""
+    make, batch = MODELS[name]
+    torch.manual_seed(0)
+    model, found = make(), []
+    for first in (3, 12):
+        seen = []
+
+        def backend(gm, example, seen=seen):
+            seen.append({int(a.node.hint) for a in example if isinstance(a, torch.SymInt)})
+            return gm
+
+        ask = asked(model, fewest=2, usual=7, backend=backend)
+        for n in (first, first, first, 12, 7, 7, 3):
+            assert_right(ask, batch(n))
+        assert not ask.reasons()
+        (graph,) = ask.graphs
+        assert sorted(graph.traced) == [7, 8, 10]
+        assert seen == [{7}], "compiled once, for the usual size"
+        found.append(re.sub(r"\], \d+\);  any", "", graph.traced[7].gm.code))  # but for the slot of its flag
+    assert found[0] == found[1]
+
+
+def test_the_usual_size_is_filled_up():
+    torch.manual_seed(0)
+    make, batch = MODELS["mlp"]
+    ask = asked(make(), dynamic=4, usual=9)
+    for n in (5, 5, 5, 12, 9):
+        assert_right(ask, batch(n))
+    (graph,) = ask.graphs
+    assert sorted(graph.traced) == [12, 16, 24]
+
+
+def test_the_usual_size_draws_no_random_numbers():
+    """A step that is there for the compiler alone leaves the generator as it was."""
+    def drawn(usual):
+        torch.manual_seed(0)
+        ask = asked(nn.Sequential(nn.Linear(d, 8), nn.Dropout(0.5), nn.Linear(8, 3)), usual=usual)
+        x = torch.randn(12, d)
+        return [ask(x).losses for _ in range(6)]
+
+    for got, want in zip(drawn(9), drawn(12), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_a_usual_size_that_does_not_fit_in_memory(monkeypatch):
+    """The batch at hand does, and is computed."""
+    from eachgrad.step import Step
+
+    run = Step.run
+
+    def refused(self, args):
+        if any(isinstance(a, torch.Tensor) and a.shape[:1] == (9,) for a in args):
+            raise torch.OutOfMemoryError("too large")
+        return run(self, args)
+
+    monkeypatch.setattr(Step, "run", refused)
+    torch.manual_seed(0)
+    make, batch = MODELS["positions"]
+    ask = asked(make(), usual=9)
+    for _ in range(4):
+        assert_right(ask, batch(12))
+    assert not ask.reasons()
+    assert [len(graph.step) for graph in ask.graphs] == [1]
+
+
+@pytest.mark.parametrize(("usual", "dynamic"), [(0, True), (-3, True), (True, True), (2.5, True), ("9", True), (9, False)])
+def test_what_is_no_usual_size_is_refused(usual, dynamic):
+    with pytest.raises(ValueError, match="usual is what most batches have"):
+        asked(nn.Linear(d, 3), usual=usual, dynamic=dynamic)
 
 
 def test_samples_along_another_dimension():

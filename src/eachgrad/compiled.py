@@ -41,6 +41,7 @@ def compile(
     pad_to: int | Sequence[int] | None = None,
     dynamic: bool | int = False,
     fewest: int = padding.FEWEST,
+    usual: int | None = None,
     copies: bool = True,
     recompute: float = 0.1,
     **queries: Query,
@@ -55,7 +56,8 @@ def compile(
     graph does for all, or one for each of several sizes, of which a batch gets the next. `dynamic` compiles one graph for
     batches of any size; a number has them filled up to its next multiple. Smaller ones than `fewest` are filled up to that,
     since where samples lie is measured more surely with more of them. Filled up is every tensor of the batch that has B
-    entries along `batch_dim`, as its first one has.
+    entries along `batch_dim`, as its first one has. What is chosen by size is chosen for the `usual` number of samples, which
+    is that of the first batch that is compiled if nobody says it.
 
     `mode="reduce-overhead"` (and "max-autotune") replays a CUDA graph, whose answers are copied for you: the next replay
     overwrites them. `copies=False` spares the copy, for loops that are done with an answer before the next call.
@@ -63,7 +65,7 @@ def compile(
     `recompute` is the share of what the backward needs of the forward that may be computed again instead of kept, as far as
     pointwise ops do: 1.0 takes the least memory, 0.0 the least time.
     """
-    options, sizes = {"backend": backend, "mode": mode}, padding.sizes_of(pad_to, dynamic, fewest)
+    options, sizes = {"backend": backend, "mode": mode}, padding.sizes_of(pad_to, dynamic, fewest, usual)
     return Compiled(model, loss_fn, queries, batch_dim, options, sizes, copies, recompute)
 
 
@@ -110,6 +112,11 @@ class Compiled:
     def unit(self) -> int:
         """What all sizes are multiples of."""
         return 1 if self.sizes is None else self.sizes.unit
+
+    @property
+    def usual(self) -> int:
+        """The samples that a graph for any number is to be best at, if that is known."""
+        return self.sizes.fit(self.sizes.usual) if self.sizes is not None and self.sizes.usual else 0
 
     @property
     def is_open(self) -> bool:

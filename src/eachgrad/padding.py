@@ -29,6 +29,7 @@ class Sizes:
     few: bool = False  # of the multiples, a few for each power of two
     exact: bool = False  # nothing is filled up: each size has its graph
     fewest: int = FEWEST  # where any number may come
+    usual: int = 0  # what most have, where that is known
 
     @property
     def are_open(self) -> bool:
@@ -68,16 +69,20 @@ class Padding:
         return Answer(**found, losses=answer.losses[: self.samples])
 
 
-def sizes_of(pad_to: int | Sequence[int] | None, dynamic: bool | int, fewest: int = FEWEST) -> Sizes | None:
+def sizes_of(
+    pad_to: int | Sequence[int] | None, dynamic: bool | int, fewest: int = FEWEST, usual: int | None = None
+) -> Sizes | None:
     """The sizes that batches are filled up to; None where each has its own."""
     if isinstance(fewest, bool) or not isinstance(fewest, int) or fewest < 2:
         raise ValueError(
             f"fewest is a number of samples, at least 2, not {fewest!r}: for a compiler one is a special case"
         )
+    if usual is not None and (isinstance(usual, bool) or not isinstance(usual, int) or usual < 1 or not dynamic):
+        raise ValueError(f"usual is what most batches have where dynamic allows for any, a number of samples, not {usual!r}")
     if not isinstance(dynamic, int) or dynamic < 0:
         raise ValueError(f"dynamic is True, or a number that sizes are multiples of, not {dynamic!r}")
     if pad_to is None:
-        return Sizes(unit=int(dynamic), fewest=fewest) if dynamic else None
+        return Sizes(unit=int(dynamic), fewest=fewest, usual=usual or 0) if dynamic else None
     if dynamic:
         raise ValueError("pad_to has the sizes of batches, and dynamic allows for all: pass one of them")
     sizes = (pad_to,) if isinstance(pad_to, int) else tuple(pad_to) if isinstance(pad_to, Sequence) else ()

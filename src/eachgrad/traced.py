@@ -206,10 +206,21 @@ class Graph:
         if not self.dynamic:
             self.traced = {size: self.forward.traced(args, self.plan)}
             return self._step(args, self.traced[size])
-        # With as many samples as there are positions, two numbers are one by chance: then from other sizes.
-        with suppress(NotAlike):
-            return self._of_any_size(args, size)
-        return self._of_any_size(args, size + 5 * self.owner.unit)
+        usual = self.owner.usual or size
+        try:
+            step = self._of_any_size(args, usual)
+        except NotAlike:  # with as many samples as there are positions, two numbers are one by chance
+            step = self._of_any_size(args, usual + 5 * self.owner.unit)
+        if usual != size:
+            self._show(step, args, usual)
+        return step
+
+    def _show(self, step: Step, args: tuple, size: int) -> None:
+        """Let the compiler see so many samples first, for which it chooses; nothing else comes of it."""
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with suppress(torch.OutOfMemoryError), torch.random.fork_rng(devices):
+            step.run(resized(args, self.forward.sampled, size))
+            step.has_doubt()
 
     def _of_any_size(self, args: tuple, size: int) -> Step:
         """A step for any number of samples, from those for so many and for others."""

@@ -131,7 +131,7 @@ def test_one_graph_for_any_size(batch_size, given, largest, multiple):
     found = pieces(given, 10_000, batch_size, "any", varies=True)
     fewest = max(2, min(FEWEST, batch_size // 2))
     assert found == Pieces((largest,), multiple=multiple, fewest=fewest, expected=batch_size)
-    assert found.options == {"dynamic": multiple, "fewest": fewest}
+    assert found.options == {"dynamic": multiple, "fewest": fewest, "usual": min(batch_size, largest)}
     torch.manual_seed(0)
     draws = [*map(int, torch.poisson(torch.full((5_000,), float(batch_size))))]
     computed = sum(-(-max(fewest, n) // multiple) * multiple for draw in draws for n in found.split(draw))

@@ -41,7 +41,10 @@ class Pieces:
     @property
     def options(self) -> dict[str, Any]:
         """Those of `eachgrad.compile`."""
-        return {"dynamic": self.multiple, "fewest": self.fewest} if self.multiple else {"pad_to": self.sizes}
+        if not self.multiple:
+            return {"pad_to": self.sizes}
+        usual = min(self.expected or self.largest, self.largest)
+        return {"dynamic": self.multiple, "fewest": self.fewest, "usual": usual}
 
     @property
     def several(self) -> int:
