@@ -8,7 +8,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from contenders import forget
@@ -53,25 +53,47 @@ def clean() -> None:
 
 
 def pools() -> Pools:
-    """The bytes taken from the device for each of the allocator's pools."""
+    """The bytes taken from the device for each of the allocator's pools, gaps between tensors with them."""
     found: Pools = Counter()
     for segment in torch.cuda.memory_snapshot() if on_gpu() else ():
         found[tuple(segment["segment_pool_id"])] += segment["total_size"]
     return found
 
 
-def taken(step: Callable[[], object], before: Pools) -> int:
-    """The bytes that one step takes from the device, with all that was taken since `before` and is kept.
+def in_use() -> int:
+    """The bytes of the common pool that are some tensor's: its gaps are for whoever comes next."""
+    segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == COMMON] if on_gpu() else []
+    return sum(block["size"] for s in segments for block in s["blocks"] if block["state"] != "inactive")
+
+
+class Before(NamedTuple):
+    """The device's memory before a contender has any."""
+
+    pools: Pools
+    in_use: int
+
+    @classmethod
+    def now(cls) -> Before:
+        clean()
+        return cls(pools(), in_use())
+
+
+def taken(step: Callable[[], object], before: Before) -> int:
+    """The bytes that one step takes from the device, with all that came to be in use since `before` and is kept.
 
     Gaps between tensors count. A CUDA graph keeps them in a pool of its own, and so every step gets one to begin with.
     """
-    clean()
+    start = Before.now()
     pool = torch.cuda.MemPool()
     # The pool is this thread's: the backward must not run in another one.
     with torch.cuda.use_mem_pool(pool), torch.autograd.set_multithreading_enabled(False):
         step()
     torch.cuda.synchronize()
-    found = sum(size - before[name] for name, size in pools().items() if name not in before or name == COMMON)
+    end = pools()
+    found = sum(size for name, size in end.items() if name not in before.pools)
+    found += (
+        start.in_use - before.in_use + end[COMMON] - start.pools[COMMON]
+    )  # some of a step may be in no pool of ours
     del pool
     clean()
     return found
@@ -121,8 +143,7 @@ class Entrant:
         self.parameters = dict(sorted(task.parameters.items()))
         self.row: Row = {}
         self.times: list[float] = []
-        clean()
-        before = pools()
+        before = Before.now()
         start = time.perf_counter()
         built = contender.build(task)
         self.call, self.note = built.call, built.note
@@ -155,7 +176,7 @@ class Entrant:
             noisy(grads, grads, 1.0, NOISE, 1.0, SEED, self.calls)
         self.update(list(self.parameters.values()), grads, self.torch_noise)
 
-    def peak(self, before: Pools) -> int:
+    def peak(self, before: Before) -> int:
         """The most bytes of a step beside the model, with whatever the contender keeps between steps."""
         return taken(self.step, before) if on_gpu() else peak(self.step)
 

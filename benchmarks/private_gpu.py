@@ -13,10 +13,12 @@ the samples lie, and the one after, are not among them. See README.md for what a
 from __future__ import annotations
 
 import argparse
+import bisect
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -63,8 +65,38 @@ def figures(runner: Runner, base: Runner) -> Row:
         row["against_plain"] = {
             "step": ratio(by_step(runner.rounds), by_step(theirs)),
             "sample": ratio(by_sample(runner.rounds), by_sample(theirs)),
+            "expected": expected(every, runner.training) / statistics.mean(by_step(theirs)),
         } | ({"memory": row["bytes"] / base.row["bytes"]} if "bytes" in row else {})
     return row
+
+
+def expected(steps: Steps, training: Training) -> float:
+    """Seconds of a step, over all that may be drawn: the steps that were timed may have drawn more or fewer samples.
+
+    A number that was not drawn has a time between its neighbours', or so much a sample as the largest one.
+    """
+    sizes = sorted({n for _, n in steps})
+    times = [statistics.mean(t for t, n in steps if n == size) for size in sizes]
+    if len(sizes) == 1:
+        return times[0]
+    n, found = len(training.data), 0.0
+    chance = training.batch_size / n
+    for drawn in range(n + 1):
+        weight = math.lgamma(n + 1) - math.lgamma(drawn + 1) - math.lgamma(n - drawn + 1)
+        weight = math.exp(weight + drawn * math.log(chance) + (n - drawn) * math.log1p(-chance))
+        found += weight * between(drawn, sizes, times)
+    return found
+
+
+def between(n: int, sizes: list[int], times: list[float]) -> float:
+    """The time of n samples, by those of the sizes, which ascend."""
+    k = bisect.bisect_left(sizes, n)
+    if k == 0:
+        return times[0]
+    if k == len(sizes):
+        return times[-1] * n / sizes[-1]
+    share = (n - sizes[k - 1]) / (sizes[k] - sizes[k - 1])
+    return times[k - 1] + share * (times[k] - times[k - 1])
 
 
 def by_step(rounds: list[Steps]) -> list[float]:
@@ -76,8 +108,8 @@ def by_sample(rounds: list[Steps]) -> list[float]:
     return [sum(t for t, _ in steps) / max(1, sum(n for _, n in steps)) for steps in rounds]
 
 
-def race(name: str, options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Row]:
-    """{contender: its figures, or its error}; one private run at a time, in turns with plain training."""
+def race(name: str, options: argparse.Namespace, say: Callable[[str], None]) -> Iterator[dict[str, Row]]:
+    """{contender: its figures, or its error}, after each; one private run at a time, in turns with plain training."""
     torch.manual_seed(0)
     with torch.device("cuda" if on_gpu() else "cpu"):
         task = Task(MODELS[name](options.tiny), "private", options.dtype, options.backend)
@@ -107,13 +139,15 @@ def race(name: str, options: argparse.Namespace, say: Callable[[str], None]) -> 
         runner = None
         clean()
         say(line(name, contender, rows[contender]))
+        if base.rounds:
+            yield {**rows, BASE: figures(base, base)}
     with turns.alone():
         if not base.rounds:
             base.round()
         base.look()
     rows[BASE] = figures(base, base)
     say(line(name, BASE, rows[BASE]))
-    return rows
+    yield rows
 
 
 def line(model: str, contender: str, row: Row) -> str:
@@ -127,7 +161,8 @@ def line(model: str, contender: str, row: Row) -> str:
     text += f" | {row['microseconds_a_sample']:.1f} us a sample"
     against = row.get("against_plain")
     if against is not None:
-        text += f" | x {against['step']['ratio']:.3f} a step, {against['sample']['ratio']:.3f} a sample"
+        text += f" | x {against['step']['ratio']:.3f} a step, {against['expected']:.3f} expected"
+        text += f", {against['sample']['ratio']:.3f} a sample"
     text += f" | host {row['host']['work']:.2f} ms, {len(row['waits'])} waits"
     text += f" | {row['bytes'] / 2**30:.2f} GiB" if "bytes" in row else ""
     if "pieces_a_step" in row:
@@ -197,8 +232,9 @@ def main() -> None:
     for name in options.models:
         if late(options):
             break
-        results[name] = race(name, options, say)
-        write(options.json, known | {"results": results})
+        for rows in race(name, options, say):
+            results[name] = rows
+            write(options.json, known | {"results": results})
         torch._dynamo.reset()
         clean()
     print("\n" + table(results), flush=True)

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 from gpu import eager, in_float32
 from gpu_contenders import Task
-from gpu_entrant import Row, Truth, clean, compared, on_gpu, pools, taken
+from gpu_entrant import Before, Row, Truth, compared, on_gpu, taken
 from private_steps import OPTIMIZERS, Private, Trainer, Training
 
 from eachgrad.kernels.signals import Slot
@@ -114,8 +114,7 @@ class Runner:
         self.training, self.options = Training(task, data, optimizer), options
         self.rounds: list[Steps] = []
         self.unusual: list[float] = []
-        clean()
-        self.before, fewest = pools(), allocated()
+        self.before, fewest = Before.now(), allocated()
         start = time.perf_counter()
         self.trainer = build(self.training)
         for _ in range(max(WARM_UP, options.warm if isinstance(self.trainer, Private) else 0)):
@@ -133,9 +132,10 @@ class Runner:
         for which, full in self.trainer.full().items():
             with full:
                 while which not in each:
-                    found = taken(self.trainer.step, self.before)
-                    if self.trainer.was_usual():
-                        each[which] = found
+                    self.trainer.step()
+                    if self.trainer.was_usual():  # one that is not leaves memory behind, and so might the next
+                        found = taken(self.trainer.step, self.before)
+                        each |= {which: found} if self.trainer.was_usual() else {}
         self.row |= {"bytes": max(each.values()), "bytes_of": each}
 
     def round(self) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -50,3 +54,17 @@ def test_kernels_benchmark_in_small(tmp_path):
 
 def test_a_private_example():
     assert "accuracy" in ran("examples/private_breast_cancer.py")
+
+
+@pytest.mark.parametrize("drawn", [(2, 3, 9, 12), (1, 6)])
+def test_a_step_is_expected_to_take_what_its_draws_take(drawn, monkeypatch):
+    """Times that grow with the samples have the mean of those: by chance the steps that were timed drew more."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from private_gpu import expected
+
+    training = SimpleNamespace(data=range(64 * 4), batch_size=4)
+    found = expected([(1e-3 * n, n) for n in (0, *drawn)], training)
+    assert math.isclose(found, 4e-3, rel_tol=1e-9)
+    few = expected([(2.0, 0), (2.0, 8)], training)
+    assert 2.0 < few < 2.01, "more than were ever drawn take so much a sample as the most"
+    assert expected([(3.0, 4), (3.2, 4)], training) == 3.1

@@ -210,6 +210,7 @@ def test_the_usual_size_is_filled_up():
 
 def test_the_usual_size_draws_no_random_numbers():
     """A step that is there for the compiler alone leaves the generator as it was."""
+
     def drawn(usual):
         torch.manual_seed(0)
         ask = asked(nn.Sequential(nn.Linear(d, 8), nn.Dropout(0.5), nn.Linear(8, 3)), usual=usual)
@@ -241,7 +242,9 @@ def test_a_usual_size_that_does_not_fit_in_memory(monkeypatch):
     assert [len(graph.step) for graph in ask.graphs] == [1]
 
 
-@pytest.mark.parametrize(("usual", "dynamic"), [(0, True), (-3, True), (True, True), (2.5, True), ("9", True), (9, False)])
+@pytest.mark.parametrize(
+    ("usual", "dynamic"), [(0, True), (-3, True), (True, True), (2.5, True), ("9", True), (9, False)]
+)
 def test_what_is_no_usual_size_is_refused(usual, dynamic):
     with pytest.raises(ValueError, match="usual is what most batches have"):
         asked(nn.Linear(d, 3), usual=usual, dynamic=dynamic)

@@ -78,7 +78,9 @@ def sizes_of(
             f"fewest is a number of samples, at least 2, not {fewest!r}: for a compiler one is a special case"
         )
     if usual is not None and (isinstance(usual, bool) or not isinstance(usual, int) or usual < 1 or not dynamic):
-        raise ValueError(f"usual is what most batches have where dynamic allows for any, a number of samples, not {usual!r}")
+        raise ValueError(
+            f"usual is what most batches have where dynamic allows for any, a number of samples, not {usual!r}"
+        )
     if not isinstance(dynamic, int) or dynamic < 0:
         raise ValueError(f"dynamic is True, or a number that sizes are multiples of, not {dynamic!r}")
     if pad_to is None:
