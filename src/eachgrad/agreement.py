@@ -5,6 +5,8 @@ A compiler may be wrong, too: torch's gradient of multilabel_margin_loss is anot
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.fx import Graph
@@ -14,6 +16,8 @@ from eachgrad.queries import Answer
 
 # Of the size of an answer. Sixteen bits round elsewhere once they are compiled: a quarter of a parameter's sum was seen.
 CLOSE, ROUGH = 1e-3, 0.5
+# How far from float32 compiled answers in sixteen bits may be: so many times as far as eager ones, or so much of their size.
+FARTHER, SMALL = 3.0, 0.03
 
 
 def is_rough(args: tuple, graph: Graph) -> bool:
@@ -30,14 +34,34 @@ def is_rough(args: tuple, graph: Graph) -> bool:
 def difference(found: Answer, wanted: Answer, rough: bool) -> str:
     """The first answer that is another one, and by how much; nothing if all agree."""
     for name, value in vars(wanted).items():
-        pairs = list(zip(tree_leaves(vars(found)[name]), tree_leaves(value), strict=True))
-        numbers = [(a, b) for a, b in pairs if isinstance(b, Tensor) and (b.is_floating_point() or b.is_complex())]
+        numbers = _numbers(vars(found)[name], value)
         if any(a.shape != b.shape or bool((a.isfinite() != b.isfinite()).any()) for a, b in numbers):
             return f"{name} in its shape, or in which numbers are finite"
-        far, size = (_size(parts) for parts in ([a - b for a, b in numbers], [b for _, b in numbers]))
+        far, size = _apart(numbers)
         if far > (ROUGH if rough else CLOSE) * size:
             return f"{name} by {far / max(size, 1e-30):.2g} of its size"
     return ""
+
+
+def farther(found: Answer, eager: Answer, exact: Answer) -> str:
+    """The first answer that is farther from the exact one than rounding accounts for, by what it does to the eager one."""
+    for name, value in vars(exact).items():
+        (far, size), (usual, _) = (_apart(_numbers(vars(some)[name], value)) for some in (found, eager))
+        if far > max(SMALL * size, FARTHER * usual):
+            far, usual = (value / max(size, 1e-30) for value in (far, usual))
+            return f"{name} by {far:.2g} of its size in float32, the eager ones by {usual:.2g}"
+    return ""
+
+
+def _numbers(found: Any, wanted: Any) -> list[tuple[Tensor, Tensor]]:
+    """What can be compared of two answers, one beside the other."""
+    pairs = zip(tree_leaves(found), tree_leaves(wanted), strict=True)
+    return [(a, b) for a, b in pairs if isinstance(b, Tensor) and (b.is_floating_point() or b.is_complex())]
+
+
+def _apart(numbers: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+    """How far the first ones are from the second, and how large these are."""
+    return _size([a - b for a, b in numbers]), _size([b for _, b in numbers])
 
 
 def _size(parts: list[Tensor]) -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,11 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_unflatten
 
-from eachgrad.agreement import difference, is_rough
+from eachgrad.agreement import difference, farther, is_rough
 from eachgrad.choices import Choices
 from eachgrad.errors import CaptureError, first_line
 from eachgrad.forward import Forward, Given, NotCompiled, Traced
+from eachgrad.precise import all_bits, in_float32, widened
 from eachgrad.queries import Answer
 from eachgrad.recall import Plan
 from eachgrad.sizes import NotAlike, of_any_size, others, resized
@@ -82,9 +84,8 @@ class Graph:
             if failed is not None:  # and it was not the batch's fault, or the eager code would have raised
                 self._give_up(*failed)
             return answer, (answer.losses,)
-        losses, *leaves = found if self.owner.lends else [t.clone() for t in found]
-        answer = Answer(**tree_unflatten(list(leaves), next(iter(self.traced.values())).spec))
-        answer.losses = losses
+        answer = self._told(found if self.owner.lends else [t.clone() for t in found])
+        losses = answer.losses
         if given.filled is not None:
             answer = given.filled.undo(answer, self.owner.queries)
         if self.fresh is not None:
@@ -120,6 +121,8 @@ class Graph:
                 return wanted
         rough = any(is_rough(args, some.gm.graph) for some in self.traced.values())
         far = "" if random else difference(answer, wanted, rough)
+        if not far and rough and not random and not step.checked:
+            far = self._far_from_float32(step, args, given.size)
         if not far:
             step.checked.add(given.kind)
             return answer
@@ -127,6 +130,35 @@ class Graph:
         self._forget()
         self.reason = f"compiled, its answers differ from the eager ones: {far}"
         return wanted
+
+    def _far_from_float32(self, step: Step, args: tuple, size: int) -> str:
+        """How a step in sixteen bits differs from one in float32, where the eager code is nearer; nothing if nobody knows."""
+        sizes = self.owner.sizes if self.dynamic else None
+        # With few samples, if it is for any number: float32 takes more memory. That may be another graph, which is not made.
+        for n in (size,) if sizes is None else (sizes.fit(1), size):
+            with suppress(Exception):  # too little memory, or an op that takes no float32
+                some = args if sizes is None else resized(args, self.forward.sampled, n)
+                return self._farther(step, replace(self.forward, gm=in_float32(self.forward.gm)), some, n)
+        return ""
+
+    def _farther(self, step: Step, precise: Forward, args: tuple, size: int) -> str:
+        assert self.plan is not None
+        plan = self.plan.of_size(size) if self.dynamic else self.plan
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            found = [t.clone() for t in step.run(args)]
+        if step.has_doubt():
+            return ""
+        eager = self.forward.answered(args, plan)
+        with all_bits():
+            exact = precise.answered(widened(args), plan)
+        return farther(self._told(found), self._told(eager), self._told(exact))
+
+    def _told(self, found: Sequence[Tensor]) -> Answer:
+        """What a step returns, as an answer."""
+        losses, *leaves = found
+        answer = Answer(**tree_unflatten(leaves, next(iter(self.traced.values())).spec))
+        answer.losses = losses
+        return answer
 
     def _forget(self) -> None:
         """Drop what is compiled."""

@@ -1,0 +1,59 @@
+"""A forward in float32, by which one in sixteen bits is judged: rounding alone may be a quarter of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.node import map_aggregate
+
+from eachgrad.functions import without_autocast
+
+FEW = (torch.float16, torch.bfloat16)
+
+
+def in_float32(gm: GraphModule) -> GraphModule:
+    """The graph of a forward with autocast off, and float32 wherever it makes numbers of sixteen bits."""
+    found = GraphModule(gm, deepcopy(gm.graph))
+    for node in found.graph.nodes:
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            kind, dtype, _, cache = node.args
+            node.args = kind, dtype, False, cache
+        elif node.op == "call_method" and node.target in ("half", "bfloat16"):
+            node.target = "float"
+        else:
+            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _wide)  # type: ignore[misc]
+    found.recompile()
+    return found
+
+
+def _wide(value: Any) -> Any:
+    return torch.float32 if isinstance(value, torch.dtype) and value in FEW else value
+
+
+def widened(args: tuple) -> tuple:
+    """The arguments, with float32 for numbers of sixteen bits."""
+    return tuple(_widened(a) for a in args)
+
+
+def _widened(a: Any) -> Any:
+    return a.detach().float() if isinstance(a, Tensor) and a.dtype in FEW else a
+
+
+@contextmanager
+def all_bits() -> Iterator[None]:
+    """While this lasts, products of float32 have all of its bits, and nothing is cast."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        with without_autocast():
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]

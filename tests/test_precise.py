@@ -1,0 +1,233 @@
+"""Compiled answers in sixteen bits are held to float32: they may be no farther from it than the eager ones are."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import eachgrad
+from eachgrad import traced
+from eachgrad.agreement import farther
+from eachgrad.precise import all_bits, in_float32, widened
+from eachgrad.queries import Answer
+from eachgrad.step import Step
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+d = 16
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(d, 32), nn.LayerNorm(32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        h = F.gelu(self.first(x))
+        h = h + self.norm(h).to(h.dtype)  # a constant for the compiler
+        return self.last(h)
+
+
+def inside(model, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(x)
+    return out.float().square().mean((1, 2))
+
+
+def outside(model, x):
+    return model(x).float().square().mean((1, 2))
+
+
+def by_itself(model, x):
+    return model(x.bfloat16()).float().square().mean((1, 2))
+
+
+CASES = {"autocast inside": (inside, False), "autocast outside": (outside, True), "parameters": (by_itself, False)}
+
+
+def asked(case, dynamic=True, **options):
+    torch.manual_seed(0)
+    loss_fn, cast = CASES[case]
+    model = Net().bfloat16() if case == "parameters" else Net()
+    queries = {"grad": eachgrad.clipped_sum(0.5), "norms": eachgrad.norms()}
+    ask = eachgrad.compile(model, loss_fn, dynamic=dynamic, **({"backend": "aot_eager"} | options), **queries)
+
+    def run(n=9):
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            return ask(torch.randn(n, 5, d))
+
+    return ask, run
+
+
+@pytest.fixture
+def judged(monkeypatch):
+    """The sizes of the batches that were compared, and what was found."""
+    found, own = [], traced.Graph._farther
+
+    def farther(self, step, precise, args, size):
+        found.append((size, own(self, step, precise, args, size)))
+        return found[-1][1]
+
+    monkeypatch.setattr(traced.Graph, "_farther", farther)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_a_right_answer_is_compiled(case, dynamic, backend, judged):
+    ask, run = asked(case, dynamic, backend=backend)
+    for n in (9, 9, 9, 9, 12, 12) if dynamic else (9,) * 5:
+        run(n)
+    assert not ask.reasons()
+    assert judged == [(8 if dynamic else 0, "")]  # once, with few samples where any number may come
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("which", [0, 1, -1])
+def test_a_tenth_is_too_much(case, dynamic, which, monkeypatch):
+    """Losses, the first parameter's sum, norms: well below the half of an answer that sixteen bits may be off."""
+    ask, run = asked(case, dynamic)
+    own = Step.run
+
+    def wrong(self, args):
+        found = list(own(self, args))
+        found[which] = found[which] * 1.1
+        return tuple(found)
+
+    monkeypatch.setattr(Step, "run", wrong)
+    for _ in range(3):
+        run()
+    (reason,) = ask.reasons()
+    assert "of its size in float32, the eager ones by" in reason
+    x = torch.randn(9, 5, d)
+    with torch.autocast("cpu", torch.bfloat16, enabled=CASES[case][1]):
+        got, want = ask(x), ask.eager((x,))
+    torch.testing.assert_close(got.norms, want.norms, rtol=1e-5, atol=0)
+
+
+def test_an_op_without_float32_is_not_judged(monkeypatch):
+    """Nor what has no room: the comparison with the eager answer, which is rough, is all there is."""
+    own, tried = traced.widened, []
+
+    def failing(args):
+        tried.append(own(args))
+        raise torch.OutOfMemoryError("float32 does not fit")
+
+    monkeypatch.setattr(traced, "widened", failing)
+    ask, run = asked("autocast inside")
+    for _ in range(4):
+        run()
+    assert not ask.reasons()
+    assert [args[-1].shape[0] for args in tried] == [8, 9]
+
+
+def test_no_graph_is_compiled_for_it(judged):
+    """One for any number of samples has guards: few samples may be another one's."""
+    compiled = []
+
+    def backend(gm, example):
+        compiled.append(gm)
+        assert next(a for a in example if isinstance(a, torch.SymInt)) > 8  # a guard
+        return gm
+
+    ask, run = asked("autocast inside", backend=backend)
+    for _ in range(4):
+        run()
+    assert not ask.reasons()
+    assert len(compiled) == 1
+    assert judged == [(9, "")], "with the batch at hand"
+
+
+def test_random_numbers_are_not_judged(judged):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(d, 8), nn.Dropout(0.5), nn.Linear(8, 3)).bfloat16()
+    ask = eachgrad.compile(
+        model, lambda model, x: model(x).float().square().mean(1), backend="aot_eager", norms=eachgrad.norms()
+    )
+    for _ in range(4):
+        ask(torch.randn(9, d, dtype=torch.bfloat16))
+    assert not ask.reasons()
+    assert not judged
+
+
+def test_float32_is_not_judged(judged):
+    ask = eachgrad.compile(Net(), outside, backend="aot_eager", norms=eachgrad.norms())
+    for _ in range(4):
+        ask(torch.randn(9, 5, d))
+    assert not ask.reasons()
+    assert not judged
+
+
+def test_a_forward_in_float32():
+    found = []
+
+    def backend(gm, example):
+        found.append(gm)
+        return gm
+
+    class Casts(nn.Module):
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                y = x @ x.mT
+            z = y.to(torch.float16).half().bfloat16() + torch.zeros(4, 4, dtype=torch.bfloat16)
+            return z + x.to(dtype=torch.bfloat16)
+
+    x = torch.randn(4, 4)
+    torch.compile(Casts(), backend=backend, fullgraph=True)(x)
+    (gm,) = found
+    before = copy.deepcopy(gm.graph)
+    (got,) = in_float32(gm)(x)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, x @ x.mT + x)
+    assert str(gm.graph) == str(before), "the graph itself stays"
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_arguments_are_widened():
+    p = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
+    n, x, w = widened((7, torch.arange(3), p))
+    assert n == 7
+    assert x.dtype == torch.int64
+    assert w.dtype == torch.float32
+    assert torch.equal(w, p.detach().float())
+
+
+def test_settings_come_back():
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with suppress(KeyError), torch.autocast("cpu", torch.bfloat16), all_bits():
+            assert torch.get_float32_matmul_precision() == "highest"
+            assert not torch.backends.cudnn.allow_tf32
+            assert not torch.is_autocast_enabled("cpu")
+            raise KeyError
+        assert torch.get_float32_matmul_precision() == "medium"
+        assert torch.backends.cudnn.allow_tf32 == before[1]
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+
+
+@pytest.mark.parametrize(
+    ("found", "eager", "far"),
+    [
+        (1.02, 1.0, False),
+        (1.04, 1.0, True),
+        (1.04, 1.02, False),
+        (1.4, 0.8, False),
+        (1.7, 0.8, True),
+        (1.0, 3.0, False),
+    ],
+)
+def test_how_far_is_too_far(found, eager, far):
+    """From 1: three times as far as the eager one, or 3% of it."""
+    exact = torch.tensor([0.6, 0.8])
+    said = farther(*(Answer(norms=value * exact) for value in (found, eager, 1.0)))
+    assert bool(said) == far
+    assert not far or said.startswith(f"norms by {found - 1:.2g} of its size in float32, the eager ones by ")
