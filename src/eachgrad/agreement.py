@@ -18,6 +18,7 @@ from eachgrad.queries import Answer
 CLOSE, ROUGH = 1e-3, 0.5
 # How far from float32 compiled answers in sixteen bits may be: so many times as far as eager ones, or so much of their size.
 FARTHER, SMALL = 3.0, 0.03
+ENOUGH = 8  # numbers, from which on it is no chance that the eager ones are near
 
 
 def is_rough(args: tuple, graph: Graph) -> bool:
@@ -46,7 +47,10 @@ def difference(found: Answer, wanted: Answer, rough: bool) -> str:
 def farther(found: Answer, eager: Answer, exact: Answer) -> str:
     """The first answer that is farther from the exact one than rounding accounts for, by what it does to the eager one."""
     for name, value in vars(exact).items():
-        (far, size), (usual, _) = (_apart(_numbers(vars(some)[name], value)) for some in (found, eager))
+        mine, theirs = (_numbers(vars(some)[name], value) for some in (found, eager))
+        if sum(b.numel() for _, b in mine) < ENOUGH:
+            continue
+        (far, size), (usual, _) = _apart(mine), _apart(theirs)
         if far > max(SMALL * size, FARTHER * usual):
             far, usual = (value / max(size, 1e-30) for value in (far, usual))
             return f"{name} by {far:.2g} of its size in float32, the eager ones by {usual:.2g}"
