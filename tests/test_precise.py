@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import eachgrad
 from eachgrad import traced
 from eachgrad.agreement import farther
+from eachgrad.blocks.arithmetic import has_short_products
 from eachgrad.precise import all_bits, in_float32, widened
 from eachgrad.queries import Answer
 from eachgrad.step import Step
@@ -57,9 +58,10 @@ def asked(case, dynamic=True, **options):
     queries = {"grad": eachgrad.clipped_sum(0.5), "norms": eachgrad.norms()}
     ask = eachgrad.compile(model, loss_fn, dynamic=dynamic, **({"backend": "aot_eager"} | options), **queries)
 
-    def run(n=9):
+    def run(n=9, eager=False):
+        x = torch.randn(n, 5, d)
         with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-            return ask(torch.randn(n, 5, d))
+            return ask.eager((x,)) if eager else ask(x)
 
     return ask, run
 
@@ -102,14 +104,56 @@ def test_a_tenth_is_too_much(case, dynamic, which, monkeypatch):
         return tuple(found)
 
     monkeypatch.setattr(Step, "run", wrong)
-    for _ in range(3):
-        run()
+    for _ in range(6):  # three of them compiled: what is far once may be so by chance
+        assert not ask.reasons()
+        assert_eager(ask, run)
     (reason,) = ask.reasons()
     assert "of its size in float32, the eager ones by" in reason
-    x = torch.randn(9, 5, d)
-    with torch.autocast("cpu", torch.bfloat16, enabled=CASES[case][1]):
-        got, want = ask(x), ask.eager((x,))
-    torch.testing.assert_close(got.norms, want.norms, rtol=1e-5, atol=0)
+    assert_eager(ask, run)
+
+
+def assert_eager(ask, run):
+    state = torch.get_rng_state()
+    got = run()
+    torch.set_rng_state(state)
+    want = run(eager=True)
+    torch.testing.assert_close((got.norms, got.losses), (want.norms, want.losses), rtol=1e-5, atol=0)
+
+
+def test_far_once_is_no_reason(judged, monkeypatch):
+    """With few samples the eager answer may be near by chance: the batch is answered eagerly, and the next one decides."""
+    said = iter(["norms by 0.2 of its size", ""])
+    monkeypatch.setattr(traced, "farther", lambda *answers: next(said))
+    ask, run = asked("autocast inside")
+    for _ in range(6):
+        run()
+    assert not ask.reasons()
+    assert [found for _, found in judged] == ["norms by 0.2 of its size", ""]
+    assert ask.graphs[0].step
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_zeros_say_nothing(dynamic, judged, monkeypatch):
+    """Samples without a gradient come first: more of them are compared, and another batch if there are no others."""
+    torch.manual_seed(0)
+    ask = eachgrad.compile(
+        Net(), lambda model, x, counted: inside(model, x) * counted, dynamic=dynamic, backend="aot_eager",
+        grad=eachgrad.clipped_sum(0.5), norms=eachgrad.norms(),
+    )  # fmt: skip
+    own = Step.run
+    monkeypatch.setattr(Step, "run", lambda self, args: tuple(1.1 * t for t in own(self, args)))
+    x, counted = torch.randn(16, 5, d), torch.ones(16)
+    for _ in range(2):
+        ask(x, counted)
+    counted[:] = 0
+    ask(x, counted)
+    assert not ask.reasons()
+    assert judged == ([(8, None), (16, None)] if dynamic else [(0, None)])
+    counted[8:] = 1
+    for _ in range(6):
+        ask(x, counted)
+    (reason,) = ask.reasons()
+    assert "of its size in float32" in reason
 
 
 def test_an_op_without_float32_is_not_judged(monkeypatch):
@@ -125,7 +169,7 @@ def test_an_op_without_float32_is_not_judged(monkeypatch):
     for _ in range(4):
         run()
     assert not ask.reasons()
-    assert [args[-1].shape[0] for args in tried] == [8, 9]
+    assert [args[-1].shape[0] for args in tried] == [8, 9]  # fit(1) is 8 as well
 
 
 def test_no_graph_is_compiled_for_it(judged):
@@ -200,18 +244,48 @@ def test_arguments_are_widened():
 
 
 def test_settings_come_back():
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("medium")
+    own = torch.backends
+    every = [own.cuda.matmul, own.cudnn.conv, own.cudnn.rnn, own.mkldnn.matmul, own.mkldnn.conv, own.mkldnn.rnn]
+    start = [part.fp32_precision for part in every]
     try:
-        with suppress(KeyError), torch.autocast("cpu", torch.bfloat16), all_bits():
-            assert torch.get_float32_matmul_precision() == "highest"
-            assert not torch.backends.cudnn.allow_tf32
-            assert not torch.is_autocast_enabled("cpu")
-            raise KeyError
-        assert torch.get_float32_matmul_precision() == "medium"
-        assert torch.backends.cudnn.allow_tf32 == before[1]
+        for setting in SETTINGS.values():
+            setting()
+            before = [part.fp32_precision for part in every]
+            with suppress(KeyError), torch.autocast("cpu", torch.bfloat16), all_bits():
+                assert {part.fp32_precision for part in every} <= {"none", "ieee"}
+                assert not torch.is_autocast_enabled("cpu")
+                raise KeyError
+            assert [part.fp32_precision for part in every] == before
+            for part, value in zip(every, start, strict=True):
+                part.fp32_precision = value
     finally:
-        torch.set_float32_matmul_precision(before[0])
+        torch.set_float32_matmul_precision("highest")
+        for part, value in zip(every, start, strict=True):
+            part.fp32_precision = value
+
+
+SETTINGS = {
+    "none": lambda: None,
+    "legacy": lambda: torch.set_float32_matmul_precision("medium"),
+    "one": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "another": lambda: setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
+}
+
+
+def test_a_setting_of_one_backend_is_understood(judged):
+    """Where torch does not tell its setting for all of them."""
+    part = torch.backends.cuda.matmul
+    before = part.fp32_precision
+    try:
+        assert not has_short_products()
+        part.fp32_precision = "tf32"
+        assert has_short_products()
+        _, run = asked("autocast inside")
+        for _ in range(3):
+            run()
+        assert judged == [(8, "")]
+    finally:
+        part.fp32_precision = before
 
 
 @pytest.mark.parametrize(
@@ -236,6 +310,6 @@ def test_how_far_is_too_far(found, eager, far):
 def test_a_few_numbers_may_be_near_by_chance():
     """The eager ones: a compiled number that is not so near is no worse for that."""
     exact = torch.ones(7)
-    assert not farther(*(Answer(norms=value * exact) for value in (1.2, 1.0, 1.0)))
+    assert farther(*(Answer(norms=value * exact) for value in (1.2, 1.0, 1.0))) is None
     exact = torch.ones(4)  # with another parameter's there are enough
     assert farther(*(Answer(grad={"a": value * exact, "b": value * exact}) for value in (1.2, 1.0, 1.0)))

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import Graph
 from torch.utils._pytree import tree_leaves
 
+from eachgrad.blocks.arithmetic import has_short_products
 from eachgrad.queries import Answer
 
 # Of the size of an answer. Sixteen bits round elsewhere once they are compiled: a quarter of a parameter's sum was seen.
@@ -28,8 +29,7 @@ def is_rough(args: tuple, graph: Graph) -> bool:
     # Also in the middle of it: autocast may be on in the loss function alone.
     made = [node.meta.get("val") for node in graph.nodes]
     few = any(isinstance(a, Tensor) and a.dtype in (torch.float16, torch.bfloat16) for a in (*tensors, *made))
-    tf32 = "cuda" in kinds and torch.get_float32_matmul_precision() != "highest"
-    return few or tf32 or any(torch.is_autocast_enabled(kind) for kind in kinds)
+    return few or ("cuda" in kinds and has_short_products()) or any(torch.is_autocast_enabled(kind) for kind in kinds)
 
 
 def difference(found: Answer, wanted: Answer, rough: bool) -> str:
@@ -44,17 +44,21 @@ def difference(found: Answer, wanted: Answer, rough: bool) -> str:
     return ""
 
 
-def farther(found: Answer, eager: Answer, exact: Answer) -> str:
-    """The first answer that is farther from the exact one than rounding accounts for, by what it does to the eager one."""
+def farther(found: Answer, eager: Answer, exact: Answer) -> str | None:
+    """The first answer that is farther from the exact one than rounding accounts for, by what it does to the eager one.
+
+    None where nothing could be told: there are few numbers, or none but zeros.
+    """
+    told = False
     for name, value in vars(exact).items():
         mine, theirs = (_numbers(vars(some)[name], value) for some in (found, eager))
-        if sum(b.numel() for _, b in mine) < ENOUGH:
-            continue
         (far, size), (usual, _) = _apart(mine), _apart(theirs)
+        if sum(b.numel() for _, b in mine) < ENOUGH or not size:
+            continue
         if far > max(SMALL * size, FARTHER * usual):
-            far, usual = (value / max(size, 1e-30) for value in (far, usual))
-            return f"{name} by {far:.2g} of its size in float32, the eager ones by {usual:.2g}"
-    return ""
+            return f"{name} by {far / size:.2g} of its size in float32, the eager ones by {usual / size:.2g}"
+        told = True
+    return "" if told else None
 
 
 def _numbers(found: Any, wanted: Any) -> list[tuple[Tensor, Tensor]]:

@@ -48,12 +48,15 @@ def _widened(a: Any) -> Any:
 @contextmanager
 def all_bits() -> Iterator[None]:
     """While this lasts, products of float32 have all of its bits, and nothing is cast."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
+    own: Any = torch.backends
+    each = [own.cuda.matmul, own.cudnn.conv, own.cudnn.rnn, own.mkldnn.matmul, own.mkldnn.conv, own.mkldnn.rnn]
+    # One by one: the settings for all of them cannot be read back where these differ.
+    before = [(part, part.fp32_precision) for part in each if part.fp32_precision not in ("none", "ieee")]
+    for part, _ in before:
+        part.fp32_precision = "ieee"
     try:
         with without_autocast():
             yield
     finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
+        for part, value in before:
+            part.fp32_precision = value

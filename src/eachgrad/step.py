@@ -24,11 +24,14 @@ from eachgrad.sizes import of_any_size
 from eachgrad.tidy import changes, may_differ, merge, narrow, narrow_signs, write_apart
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Step:
     call: Callable[[Sequence[Any]], tuple[Tensor, ...]]  # of all arguments of the graph
     slots: list[Slot]
     checked: set[tuple[int, bool]] = field(default_factory=set)  # kinds of batches, once compared with the eager answer
+    judged: bool = False  # whether it was compared with float32, as far as it can be
+    tries: int = 0  # how often that was tried
+    strikes: int = 0  # and in a row it was too far
 
     def run(self, args: tuple) -> tuple[Tensor, ...]:
         """The losses and the answers, or what will be them: `has_doubt` is to be asked next."""

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_map, tree_unflatten
 
-from eachgrad.agreement import difference, farther, is_rough
+from eachgrad.agreement import ENOUGH, difference, farther, is_rough
 from eachgrad.choices import Choices
 from eachgrad.errors import CaptureError, first_line
 from eachgrad.forward import Forward, Given, NotCompiled, Traced
@@ -28,11 +28,17 @@ from eachgrad.step import Graphs, Samples, Step, compiled
 if TYPE_CHECKING:
     from eachgrad.compiled import Compiled
 
+STRIKES = 3  # comparisons with float32, all of which must fail: with few samples one may by chance
+
 
 def _generators() -> list[Tensor]:
     """The states of the generators that a forward draws from."""
     devices = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
     return [torch.get_rng_state(), *devices]
+
+
+def _kept(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _same(before: list[Tensor], after: list[Tensor]) -> bool:
@@ -121,8 +127,14 @@ class Graph:
                 return wanted
         rough = any(is_rough(args, some.gm.graph) for some in self.traced.values())
         far = "" if random else difference(answer, wanted, rough)
-        if not far and rough and not random and not step.checked:
+        step.judged = step.judged or not rough or random
+        if not far and not step.judged:
+            answer = (
+                answer if not self.owner.replays else Answer(**tree_map(_kept, vars(answer)))
+            )  # another graph may run
             far = self._far_from_float32(step, args, given.size)
+            if far and step.strikes < STRIKES:
+                return wanted
         if not far:
             step.checked.add(given.kind)
             return answer
@@ -135,19 +147,27 @@ class Graph:
         """How a step in sixteen bits differs from one in float32, where the eager code is nearer; nothing if nobody knows."""
         sizes = self.owner.sizes if self.dynamic else None
         # With few samples, if it is for any number: float32 takes more memory. That may be another graph, which is not made.
-        for n in (size,) if sizes is None else (sizes.fit(1), size):
+        tried = (size,) if sizes is None else dict.fromkeys((min(size, sizes.fit(ENOUGH)), size, sizes.fit(1)))
+        far = None
+        for n in tried:
             with suppress(Exception):  # too little memory, or an op that takes no float32
+                step.judged = True
                 some = args if sizes is None else resized(args, self.forward.sampled, n)
-                return self._farther(step, replace(self.forward, gm=in_float32(self.forward.gm)), some, n)
-        return ""
+                far = self._farther(step, replace(self.forward, gm=in_float32(self.forward.gm)), some, n)
+                step.judged = far == ""  # or with other samples, next time
+                if far is not None:
+                    break
+        step.tries, step.strikes = step.tries + 1, step.strikes + 1 if far else 0
+        step.judged = step.judged or step.tries >= 2 * STRIKES
+        return far or ""
 
-    def _farther(self, step: Step, precise: Forward, args: tuple, size: int) -> str:
+    def _farther(self, step: Step, precise: Forward, args: tuple, size: int) -> str | None:
         assert self.plan is not None
         plan = self.plan.of_size(size) if self.dynamic else self.plan
         with torch._dynamo.config.patch(error_on_recompile=True):
             found = [t.clone() for t in step.run(args)]
         if step.has_doubt():
-            return ""
+            return None
         eager = self.forward.answered(args, plan)
         with all_bits():
             exact = precise.answered(widened(args), plan)
@@ -192,7 +212,7 @@ class Graph:
             self.failed = error, f"{given.size} samples" if known else ""
             return None
         self.step[key] = step
-        self.fresh = None if given.kind in step.checked else step
+        self.fresh = None if step.judged and given.kind in step.checked else step
         self.owner.unsettled.append(step)  # also while it is waited for: what is interrupted comes late
         if self.owner.trusts and self.fresh is None:
             return found
@@ -239,18 +259,25 @@ class Graph:
             self.traced = {size: self.forward.traced(args, self.plan)}
             return self._step(args, self.traced[size])
         usual = self.owner.usual or size
+        if usual == size:
+            return self._from_sizes(args, size)
         try:
-            step = self._of_any_size(args, usual)
-        except NotAlike:  # with as many samples as there are positions, two numbers are one by chance
-            step = self._of_any_size(args, usual + 5 * self.owner.unit)
-        if usual != size:
-            self._show(step, args, usual)
+            step = self._from_sizes(args, usual)
+        except torch.OutOfMemoryError:
+            return self._from_sizes(args, size)
+        self._show(step, args, usual)
         return step
+
+    def _from_sizes(self, args: tuple, size: int) -> Step:
+        with suppress(NotAlike):
+            return self._of_any_size(args, size)
+        # With as many samples as there are positions, two numbers are one by chance: then from other sizes.
+        return self._of_any_size(args, size + 5 * self.owner.unit)
 
     def _show(self, step: Step, args: tuple, size: int) -> None:
         """Let the compiler see so many samples first, for which it chooses; nothing else comes of it."""
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        with suppress(torch.OutOfMemoryError), torch.random.fork_rng(devices):
+        with suppress(Exception), torch.random.fork_rng(devices):  # what is wrong with it, the batch at hand will show
             step.run(resized(args, self.forward.sampled, size))
             step.has_doubt()
 

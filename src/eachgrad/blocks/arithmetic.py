@@ -50,6 +50,14 @@ def on_gpu(t: Tensor) -> bool:
     return t.is_cuda
 
 
+def has_short_products() -> bool:
+    """Whether a GPU multiplies float32 with fewer bits."""
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # it was set by a newer name, of one backend
+        return torch.backends.cuda.matmul.fp32_precision not in ("none", "ieee")
+
+
 def is_traced(t: Tensor) -> bool:
     """Whether this is no tensor but stands for one, while a compiler looks on."""
     return isinstance(t, FakeTensor)
@@ -66,7 +74,7 @@ def rounding(value: Tensor) -> float:
         return BFLOAT16_ROUNDING
     if value.requires_grad or real_dtype(value.dtype) != torch.float32:
         return 0.0
-    tf32 = value.dtype == torch.float32 and on_gpu(value) and torch.get_float32_matmul_precision() != "highest"
+    tf32 = value.dtype == torch.float32 and on_gpu(value) and has_short_products()
     return TF32_ROUNDING if tf32 else FLOAT32_ROUNDING
 
 
