@@ -172,6 +172,24 @@ def test_an_op_without_float32_is_not_judged(monkeypatch):
     assert [args[-1].shape[0] for args in tried] == [8, 9]  # fit(1) is 8 as well
 
 
+def test_a_comparison_that_is_interrupted_is_made_again(judged, monkeypatch):
+    own, interrupts = traced.widened, [KeyboardInterrupt()]
+
+    def interrupted(args):
+        if interrupts:
+            raise interrupts.pop()
+        return own(args)
+
+    monkeypatch.setattr(traced, "widened", interrupted)
+    ask, run = asked("autocast inside")
+    run(), run()
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    run(), run()
+    assert not ask.reasons()
+    assert judged == [(8, "")]
+
+
 def test_no_graph_is_compiled_for_it(judged):
     """One for any number of samples has guards: few samples may be another one's."""
     compiled = []

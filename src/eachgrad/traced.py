@@ -129,9 +129,8 @@ class Graph:
         far = "" if random else difference(answer, wanted, rough)
         step.judged = step.judged or not rough or random
         if not far and not step.judged:
-            answer = (
-                answer if not self.owner.replays else Answer(**tree_map(_kept, vars(answer)))
-            )  # another graph may run
+            if self.owner.replays:  # another graph may run, over what this one has answered
+                answer = Answer(**tree_map(_kept, vars(answer)))
             far = self._far_from_float32(step, args, given.size)
             if far and step.strikes < STRIKES:
                 return wanted
@@ -148,17 +147,18 @@ class Graph:
         sizes = self.owner.sizes if self.dynamic else None
         # With few samples, if it is for any number: float32 takes more memory. That may be another graph, which is not made.
         tried = (size,) if sizes is None else dict.fromkeys((min(size, sizes.fit(ENOUGH)), size, sizes.fit(1)))
-        far = None
+        far, judged = None, False
         for n in tried:
-            with suppress(Exception):  # too little memory, or an op that takes no float32
-                step.judged = True
+            try:
                 some = args if sizes is None else resized(args, self.forward.sampled, n)
                 far = self._farther(step, replace(self.forward, gm=in_float32(self.forward.gm)), some, n)
-                step.judged = far == ""  # or with other samples, next time
-                if far is not None:
-                    break
+                judged = far == ""  # or with other samples, next time
+            except Exception:  # too little memory, or an op that takes no float32
+                judged = True
+            if far is not None:
+                break
         step.tries, step.strikes = step.tries + 1, step.strikes + 1 if far else 0
-        step.judged = step.judged or step.tries >= 2 * STRIKES
+        step.judged = judged or step.tries >= 2 * STRIKES
         return far or ""
 
     def _farther(self, step: Step, precise: Forward, args: tuple, size: int) -> str | None:
