@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import eachgrad
-from eachgrad import traced
+from eachgrad import judging
 from eachgrad.agreement import farther
 from eachgrad.blocks.arithmetic import has_short_products
 from eachgrad.precise import all_bits, in_float32, widened
@@ -69,13 +69,13 @@ def asked(case, dynamic=True, **options):
 @pytest.fixture
 def judged(monkeypatch):
     """The sizes of the batches that were compared, and what was found."""
-    found, own = [], traced.Graph._farther
+    found, own = [], judging.Judge.farther
 
-    def farther(self, step, precise, args, size):
-        found.append((size, own(self, step, precise, args, size)))
+    def farther(self, step, args, size):
+        found.append((size, own(self, step, args, size)))
         return found[-1][1]
 
-    monkeypatch.setattr(traced.Graph, "_farther", farther)
+    monkeypatch.setattr(judging.Judge, "farther", farther)
     return found
 
 
@@ -123,7 +123,7 @@ def assert_eager(ask, run):
 def test_far_once_is_no_reason(judged, monkeypatch):
     """With few samples the eager answer may be near by chance: the batch is answered eagerly, and the next one decides."""
     said = iter(["norms by 0.2 of its size", ""])
-    monkeypatch.setattr(traced, "farther", lambda *answers: next(said))
+    monkeypatch.setattr(judging, "farther", lambda *answers: next(said))
     ask, run = asked("autocast inside")
     for _ in range(6):
         run()
@@ -158,13 +158,13 @@ def test_zeros_say_nothing(dynamic, judged, monkeypatch):
 
 def test_an_op_without_float32_is_not_judged(monkeypatch):
     """Nor what has no room: the comparison with the eager answer, which is rough, is all there is."""
-    own, tried = traced.widened, []
+    own, tried = judging.widened, []
 
     def failing(args):
         tried.append(own(args))
         raise torch.OutOfMemoryError("float32 does not fit")
 
-    monkeypatch.setattr(traced, "widened", failing)
+    monkeypatch.setattr(judging, "widened", failing)
     ask, run = asked("autocast inside")
     for _ in range(4):
         run()
@@ -173,14 +173,14 @@ def test_an_op_without_float32_is_not_judged(monkeypatch):
 
 
 def test_a_comparison_that_is_interrupted_is_made_again(judged, monkeypatch):
-    own, interrupts = traced.widened, [KeyboardInterrupt()]
+    own, interrupts = judging.widened, [KeyboardInterrupt()]
 
     def interrupted(args):
         if interrupts:
             raise interrupts.pop()
         return own(args)
 
-    monkeypatch.setattr(traced, "widened", interrupted)
+    monkeypatch.setattr(judging, "widened", interrupted)
     ask, run = asked("autocast inside")
     run(), run()
     with pytest.raises(KeyboardInterrupt):

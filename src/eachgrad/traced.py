@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_map, tree_unflatten
 
-from eachgrad.agreement import ENOUGH, difference, farther, is_rough
+from eachgrad.agreement import difference, is_rough
 from eachgrad.choices import Choices
 from eachgrad.errors import CaptureError, first_line
 from eachgrad.forward import Forward, Given, NotCompiled, Traced
-from eachgrad.precise import all_bits, in_float32, widened
+from eachgrad.judging import STRIKES, Judge
 from eachgrad.queries import Answer
 from eachgrad.recall import Plan
 from eachgrad.sizes import NotAlike, of_any_size, others, resized
@@ -27,8 +27,6 @@ from eachgrad.step import Graphs, Samples, Step, compiled
 
 if TYPE_CHECKING:
     from eachgrad.compiled import Compiled
-
-STRIKES = 3  # comparisons with float32, all of which must fail: with few samples one may by chance
 
 
 def _generators() -> list[Tensor]:
@@ -131,7 +129,7 @@ class Graph:
         if not far and not step.judged:
             if self.owner.replays:  # another graph may run, over what this one has answered
                 answer = Answer(**tree_map(_kept, vars(answer)))
-            far = self._far_from_float32(step, args, given.size)
+            far = self._judge().far(step, args, given.size)
             if far and step.strikes < STRIKES:
                 return wanted
         if not far:
@@ -142,36 +140,9 @@ class Graph:
         self.reason = f"compiled, its answers differ from the eager ones: {far}"
         return wanted
 
-    def _far_from_float32(self, step: Step, args: tuple, size: int) -> str:
-        """How a step in sixteen bits differs from one in float32, where the eager code is nearer; nothing if nobody knows."""
-        sizes = self.owner.sizes if self.dynamic else None
-        # With few samples, if it is for any number: float32 takes more memory. That may be another graph, which is not made.
-        tried = (size,) if sizes is None else dict.fromkeys((min(size, sizes.fit(ENOUGH)), size, sizes.fit(1)))
-        far, judged = None, False
-        for n in tried:
-            try:
-                some = args if sizes is None else resized(args, self.forward.sampled, n)
-                far = self._farther(step, replace(self.forward, gm=in_float32(self.forward.gm)), some, n)
-                judged = far == ""  # or with other samples, next time
-            except Exception:  # too little memory, or an op that takes no float32
-                judged = True
-            if far is not None:
-                break
-        step.tries, step.strikes = step.tries + 1, step.strikes + 1 if far else 0
-        step.judged = judged or step.tries >= 2 * STRIKES
-        return far or ""
-
-    def _farther(self, step: Step, precise: Forward, args: tuple, size: int) -> str | None:
+    def _judge(self) -> Judge:
         assert self.plan is not None
-        plan = self.plan.of_size(size) if self.dynamic else self.plan
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            found = [t.clone() for t in step.run(args)]
-        if step.has_doubt():
-            return None
-        eager = self.forward.answered(args, plan)
-        with all_bits():
-            exact = precise.answered(widened(args), plan)
-        return farther(self._told(found), self._told(eager), self._told(exact))
+        return Judge(self.forward, self.plan, self.owner.sizes if self.dynamic else None, self._told)
 
     def _told(self, found: Sequence[Tensor]) -> Answer:
         """What a step returns, as an answer."""
