@@ -14,7 +14,7 @@ from eachgrad.functions import PASSIVE, TEMPLATED
 from eachgrad.graph import edge_at, replace, same, tensors_of
 from eachgrad.signature import Signature, looked_at
 from eachgrad.tensors import Tensors
-from eachgrad.use import version_of
+from eachgrad.use import Use, version_of
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -205,3 +205,21 @@ def test_a_parameter_of_a_plain_type_is_held_to_its_version():
         w.mul_(2)
     with pytest.raises(CaptureError, match="a parameter was changed in place"):
         use.check_sources()
+
+
+def test_a_gradient_is_checked_against_what_it_is_made_of(monkeypatch):
+    """And not against every op of the forward: twice the layers are at most twice the checks."""
+    checked, own = [], Use.check_versions
+    monkeypatch.setattr(Use, "check_versions", lambda self: (checked.append(self), own(self))[1])
+    found = []
+    for depth in (5, 10):
+        layers = [layer for _ in range(depth) for layer in (nn.Linear(4, 4), nn.Tanh())]
+        model, x = nn.Sequential(*layers), torch.randn(3, 4)
+        with eachgrad.record(model) as tape:
+            losses = model(x).square().sum(1)
+        grads = tape.backward(losses)
+        checked.clear()
+        grads.clipped_sum(1.0)
+        found.append(len(checked))
+    assert found[0] >= 10
+    assert found[1] <= 2 * found[0]

@@ -322,11 +322,13 @@ def test_sizes_in_turns_on_a_gpu(copies, sizes):
     pools = {one.found.pool for one in replays if one.found}
     assert len(pools) == 1
     (pool,) = pools
-    assert replay.taken(pool) >= replay.LARGE  # or one piece was not tried
-    del got
+    block = ask.memory.block.base
+    assert replay.taken(pool) + (0 if block is None else block.nbytes) >= replay.LARGE  # or one piece was not tried
+    del got, block
     ask.release()
     torch.cuda.empty_cache()
     assert replay.taken(pool) == 0
+    assert ask.memory.block.base is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ class Given:
 
     batch: tuple
     filled: padding.Padding | None = None
+    is_alone: bool = False  # one sample, for a graph that is compiled for two and more
 
     @property
     def arguments(self) -> tuple:
@@ -49,6 +50,17 @@ class Given:
     def is_filled(self) -> bool:
         """Whether samples were added."""
         return self.filled is not None and self.filled.samples < self.filled.size
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether it is one sample, filled up to two."""
+        return self.filled is not None and (self.filled.samples, self.filled.size) == (1, 2)
+
+    def cut(self) -> Given:
+        """One sample that was filled up to two, as one again."""
+        assert self.filled is not None
+        one = replace(self.filled, batch=self.batch, weights=self.filled.weights[:1], size=1)
+        return Given(self.batch, one, is_alone=True)
 
     @property
     def kind(self) -> tuple[int, bool]:

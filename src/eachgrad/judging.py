@@ -51,6 +51,16 @@ class Judge:
     def _tried(size: int, sizes: Sizes) -> list[int]:
         return list(dict.fromkeys((min(size, sizes.fit(ENOUGH)), size, sizes.fit(1))))
 
+    def far_alone(self, step: Step, args: tuple) -> bool:
+        """Whether a step for two samples and more differs from float32 with one, or nobody knows."""
+        try:
+            far = self.farther(step, args, 1)
+        except Exception:  # too little memory, or an op that takes no float32
+            far, step.ones = None, STRIKES
+        step.ones += 1
+        step.refuses_one = far != "" and step.ones >= STRIKES
+        return far != ""
+
     def farther(self, step: Step, args: tuple, size: int) -> str | None:
         """The same for these arguments; None where it cannot be told."""
         plan = self.plan if self.sizes is None else self.plan.of_size(size)

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map
 from eachgrad.graph import tensors_in
 from eachgrad.queries import Answer, Query
 
-# Fewer samples are filled up where any number may come: a compiler takes one sample for a special case, and where the
-# samples lie may not be seen if some of a few have no gradient.
+# Fewer samples are filled up where any number may come: where the samples lie may not be seen if some of a few have no
+# gradient. One always is, as a compiler takes it for a special case, and cut again where it can be (alone.py).
 FEWEST = 8
 
 STEPS = 4  # sizes between one and its double, where each has a graph of its own

@@ -80,14 +80,18 @@ def _without_owner(item: Solved) -> Tensor:
     return zero & (not certain)
 
 
-def blocks_of(recorder: Recorder, accepted: Accepted, B: int) -> dict[str, Block]:
-    """A block for each parameter that the accepted uses reach."""
+def blocks_of(
+    recorder: Recorder, accepted: Accepted, B: int, made: dict[str, list[Use]] | None = None
+) -> dict[str, Block]:
+    """A block for each parameter that the accepted uses reach; which ones each is made of is added to `made`."""
     parts: dict[str, list[Block]] = {}
     for item, wanted in accepted:
         if wanted:
             assert item.layout is not None
             for name, block in parts_of(recorder, item.use, item.g, item.layout, wanted, B):
                 parts.setdefault(name, []).append(block)
+                if made is not None:
+                    made.setdefault(name, []).append(item.use)
     return {name: add(pieces) for name, pieces in parts.items()}
 
 

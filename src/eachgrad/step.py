@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from eachgrad.alone import Entries
 from eachgrad.chains import spread
 from eachgrad.entropy import write_over
 from eachgrad.functions import without_autocast
@@ -28,10 +29,13 @@ from eachgrad.tidy import changes, may_differ, merge, narrow, narrow_signs, writ
 class Step:
     call: Callable[[Sequence[Any]], tuple[Tensor, ...]]  # of all arguments of the graph
     slots: list[Slot]
+    entries: Entries | None = None  # of one for any number of samples
     checked: set[tuple[int, bool]] = field(default_factory=set)  # kinds of batches, once compared with the eager answer
     judged: bool = False  # whether it was compared with float32, as far as it can be
     tries: int = 0  # how often that was tried
     strikes: int = 0  # and in a row it was too far
+    refuses_one: bool = False  # whether one sample is filled up to two all the same
+    ones: int = 0  # how often its answer about one was compared with float32
 
     def run(self, args: tuple) -> tuple[Tensor, ...]:
         """The losses and the answers, or what will be them: `has_doubt` is to be asked next."""
@@ -50,6 +54,11 @@ class Step:
     def has_doubt(self) -> bool:
         raised = [slot.wait() for slot in self.slots]  # every one: what comes late is not the next step's
         return any(raised)
+
+    @property
+    def takes_one(self) -> bool:
+        """Whether one sample may be given to it as one."""
+        return self.entries is not None and self.entries.takes_one and not self.refuses_one
 
     @property
     def reason(self) -> str:
@@ -93,23 +102,36 @@ def compiled(
     `others`, for other numbers of `samples`, it is one for any.
     """
     found = _tidied(traced, options, share)
-    if samples is not None:
-        for other in (others or {}).values():
-            _tidied(other, options, share)
-        traced = of_any_size({samples.size: traced, **(others or {})}, samples.first)
-    dynamic = False if samples is None else None  # as far as it is marked
-    step: Any = torch.compile(_Traced(traced, held), fullgraph=True, dynamic=dynamic, **found)
+    if samples is None:
+        step: Any = torch.compile(_Traced(traced, held), fullgraph=True, dynamic=False, **found)
+
+        def call(args: Sequence[Any]) -> tuple[Tensor, ...]:
+            return step([a for k, a in enumerate(args) if k not in held])
+
+        return Step(call if graphs is None else Replay(call, graphs.given, graphs.memory), slots)
+    for other in (others or {}).values():
+        _tidied(other, options, share)
+    traced = of_any_size({samples.size: traced, **(others or {})}, samples.first)
+    entries = Entries(found)
+    run = _with_any(_Traced(traced, held), samples, entries)
+    return Step(run if graphs is None else Replays(run, graphs.given, graphs.memory, samples.first), slots, entries)
+
+
+def _with_any(module: _Traced, samples: Samples, entries: Entries) -> Callable[[Sequence[Any]], tuple[Tensor, ...]]:
+    """A traced step for any number of samples, compiled."""
+    step: Any = torch.compile(module, fullgraph=True, dynamic=None, backend=entries)  # as far as it is marked
+    held = dict(zip(module.places, module.held, strict=True))
+    place, dim = samples.first
 
     def call(args: Sequence[Any]) -> tuple[Tensor, ...]:
-        if samples is not None:
-            args = _open(args, samples)
-        return step([a for k, a in enumerate(args) if k not in held])
+        size, args = args[place].shape[dim], _open(args, samples)
+        if size == 1:
+            return entries.alone([held.get(k, a) for k, a in enumerate(args)])
+        found = step([a for k, a in enumerate(args) if k not in held])
+        entries.remember([held.get(k, a) for k, a in enumerate(args)], size)
+        return found
 
-    if graphs is None:
-        return Step(call, slots)
-    if samples is None:
-        return Step(Replay(call, graphs.given, graphs.memory), slots)
-    return Step(Replays(call, graphs.given, graphs.memory, samples.first), slots)
+    return call
 
 
 def _open(args: Sequence[Any], samples: Samples) -> list[Any]:

@@ -27,6 +27,7 @@ from eachgrad.receipt import Record, aliases_of, check_weighted_sum
 from eachgrad.selection import Aliases
 from eachgrad.signature import of_graph
 from eachgrad.solve import attached, blocks_of, solved
+from eachgrad.use import Use
 
 _active = threading.local()
 
@@ -295,11 +296,11 @@ class Tape:
         checks.check_statistics(self.recorder, self.batch_dim, self._ends(ends), B)
         if self._plan is not None:
             self._plan.note(self.recorder.uses, accepted)
-        blocks = blocks_of(self.recorder, accepted, B)
-        parameters = self.trainable
-        guards = tuple(item.use for item, wanted in accepted if wanted)
+        made: dict[str, list[Use]] = {}
+        blocks, parameters = blocks_of(self.recorder, accepted, B, made), self.trainable
         gradients = {
-            name: Gradient(name, p, blocks.get(name), B, guards, self.create_graph) for name, p in parameters.items()
+            name: Gradient(name, p, blocks.get(name), B, tuple(made.get(name, ())), self.create_graph)
+            for name, p in parameters.items()
         }
         grads = PerSampleGrads(gradients, B, Record(self.model, self.recorder, accepted), self.budget)
         if self.check:

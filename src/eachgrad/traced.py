@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_map, tree_unflatten
 
 from eachgrad.agreement import difference, is_rough
+from eachgrad.alone import one_of
 from eachgrad.choices import Choices
 from eachgrad.errors import CaptureError, first_line
 from eachgrad.forward import Forward, Given, NotCompiled, Traced
@@ -35,7 +36,7 @@ def _generators() -> list[Tensor]:
     return [torch.get_rng_state(), *devices]
 
 
-def _kept(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -80,7 +81,10 @@ class Graph:
         due = self.calls & (self.calls - 1) == 0
         # A loss that counts the samples is another one with more of them.
         eager = due or self.plan is None or (self.counts and given.is_filled)
-        found = None if eager else self._run_step(args, given)
+        key = None if eager else self._key(args)
+        if key in self.step and self.step[key].takes_one and given.is_pair:
+            args, given = one_of(args, self.forward.sampled), given.cut()
+        found = None if key is None else self._run_step(key, args, given)
         if found is None:
             self.owner.settle()
             failed, self.failed = self.failed, None
@@ -117,6 +121,9 @@ class Graph:
         step, self.fresh, drawn = self.fresh, None, _generators()
         wanted = self.owner.with_room(lambda: self.owner.eager(given.batch))
         random = not _same(drawn, _generators())
+        if given.is_alone:
+            answer = self._kept(answer)
+            return answer if self._is_right_alone(step, (answer, wanted), args, random) else wanted
         if self.dynamic and all(size != given.size for size, _ in step.checked):
             try:  # what a comparison of few bits, or of random numbers, would not see
                 self._confirm(args, given.size)
@@ -127,8 +134,7 @@ class Graph:
         far = "" if random else difference(answer, wanted, rough)
         step.judged = step.judged or not rough or random
         if not far and not step.judged:
-            if self.owner.replays:  # another graph may run, over what this one has answered
-                answer = Answer(**tree_map(_kept, vars(answer)))
+            answer = self._kept(answer)
             far = self._judge().far(step, args, given.size)
             if far and step.strikes < STRIKES:
                 return wanted
@@ -139,6 +145,17 @@ class Graph:
         self._forget()
         self.reason = f"compiled, its answers differ from the eager ones: {far}"
         return wanted
+
+    def _is_right_alone(self, step: Step, found: tuple[Answer, Answer], args: tuple, random: bool) -> bool:
+        """Whether the first answer about one sample as one is the eager one; if not, one is filled up to two again."""
+        rough = any(is_rough(args, some.gm.graph) for some in self.traced.values())
+        far = "there are random numbers" if random else difference(*found, rough)
+        step.refuses_one = bool(far)
+        if rough and not far:
+            far = self._judge().far_alone(step, args)
+        if not far:
+            step.checked.add((1, False))
+        return not far
 
     def _judge(self) -> Judge:
         assert self.plan is not None
@@ -151,23 +168,30 @@ class Graph:
         answer.losses = losses
         return answer
 
+    def _kept(self, answer: Answer) -> Answer:
+        """An answer that stays while other graphs run, which may be over what this one has answered."""
+        return Answer(**tree_map(_copied, vars(answer))) if self.owner.replays else answer
+
     def _forget(self) -> None:
         """Drop what is compiled."""
         for step in self.step.values():
             step.release()
         self.step.clear()
 
-    def _run_step(self, args: tuple, given: Given) -> tuple[Tensor, ...] | None:
-        """Losses and answers by the compiled step; None where there is none, or where it has a doubt."""
+    def _key(self, args: tuple) -> Any:
+        """What the step for these arguments is found by; one that has other parameters in it is dropped."""
         if not self.kinds:  # the front end has another graph for other devices
             self.kinds = sorted({a.device.type for a in args if isinstance(a, Tensor)})
-        key = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in self.kinds)
         held = [args[k] for k in self.forward.held]
         if len(held) != len(self.held) or not all(map(is_, held, self.held)):
             self.held = held
             self._forget()  # what is compiled has other parameters in it: one was replaced
         if any(p.requires_grad != trained for some in self.traced.values() for p, trained in some.unused):
             self._forget()  # it has answers about those that were trained in it
+        return tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in self.kinds)
+
+    def _run_step(self, key: Any, args: tuple, given: Given) -> tuple[Tensor, ...] | None:
+        """Losses and answers by the compiled step; None where there is none, or where it has a doubt."""
         known = key in self.step
         try:
             step = self.step[key] if known else self._compiled(args, given.size)
@@ -180,6 +204,9 @@ class Graph:
         except Exception as error:  # whatever the compiler says of what it cannot trace
             if known and not (self.dynamic and given.kind not in self.step[key].checked):
                 raise
+            if given.is_alone:
+                self.step[key].refuses_one = True
+                return None
             self.failed = error, f"{given.size} samples" if known else ""
             return None
         self.step[key] = step
