@@ -309,11 +309,13 @@ def test_a_setting_of_one_backend_is_understood(judged):
 @pytest.mark.parametrize(
     ("found", "eager", "far"),
     [
-        (1.02, 1.0, False),
-        (1.04, 1.0, True),
-        (1.04, 1.02, False),
-        (1.4, 0.8, False),
-        (1.7, 0.8, True),
+        (1.0299, 1.0, False),
+        (1.0301, 1.0, True),
+        (0.9699, 1.0, True),
+        (1.0599, 1.02, False),
+        (1.0601, 1.02, True),
+        (1.598, 0.8, False),
+        (1.602, 0.8, True),
         (1.0, 3.0, False),
     ],
 )
@@ -322,7 +324,7 @@ def test_how_far_is_too_far(found, eager, far):
     exact = torch.arange(1.0, 9.0)
     said = farther(*(Answer(norms=value * exact) for value in (found, eager, 1.0)))
     assert bool(said) == far
-    assert not far or said.startswith(f"norms by {found - 1:.2g} of its size in float32, the eager ones by ")
+    assert not far or said.startswith(f"norms by {abs(found - 1):.2g} of its size in float32, the eager ones by ")
 
 
 def test_a_few_numbers_may_be_near_by_chance():
@@ -331,3 +333,32 @@ def test_a_few_numbers_may_be_near_by_chance():
     assert farther(*(Answer(norms=value * exact) for value in (1.2, 1.0, 1.0))) is None
     exact = torch.ones(4)  # with another parameter's there are enough
     assert farther(*(Answer(grad={"a": value * exact, "b": value * exact}) for value in (1.2, 1.0, 1.0)))
+
+
+@pytest.mark.parametrize(
+    ("size", "found", "eager", "far"),
+    [
+        (0.1, 1.031, 1.0, True),  # of the part 3%, of all 0.3%: the larger one counts
+        (0.2, 1.029, 1.0, False),
+        (0.05, 1.061, 1.0, True),
+        (0.05, 1.059, 1.0, False),
+        (0.05, 1.061, 1.021, False),
+        (1e-6, 100.0, 1.0, False),
+    ],
+)
+def test_a_parameter_is_judged_by_its_own_size(size, found, eager, far):
+    """A bias that is wrong does not hide beside large weights."""
+    whole = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    part = torch.randn(8, generator=torch.Generator().manual_seed(1))
+    part *= size * whole.norm() / (part.norm() * (1 - size**2) ** 0.5)  # as much of all
+    said = farther(*(Answer(grad={"weight": whole, "bias": value * part}) for value in (found, eager, 1.0)))
+    assert bool(said) == far
+    assert not far or said.startswith(f"grad['bias'] by {found - 1:.2g} of its size in float32")
+
+
+def test_what_should_be_zero_is_judged_by_all():
+    whole = torch.ones(1000)
+    for wrong, far in ((2.9e-3, False), (3.1e-3, True)):
+        found = {"weight": whole, "unused": torch.full((10,), wrong * 1000**0.5 / 10**0.5)}
+        right = {"weight": whole, "unused": torch.zeros(10)}
+        assert bool(farther(Answer(grad=found), Answer(grad=right), Answer(grad=right))) == far

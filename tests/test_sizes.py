@@ -539,6 +539,22 @@ def test_constants_that_differ():
         sizes.of_any_size({n: held([1.0, float(n)]) for n in (5, 7, 12)}, (0, 0))
 
 
+@pytest.mark.parametrize(
+    ("size", "factor", "far"),
+    [
+        (1.0, 1.00102, False), (1.0, 1.00104, True), (0.1, 1.0012, False), (0.1, 1.0014, True),
+        (0.01, 1.0039, False), (0.01, 1.0041, True), (1e-5, 2.0, False), (1e-5, 5.0, True),
+    ],
+)  # fmt: skip
+def test_a_parameter_is_compared_by_its_own_size(size, factor, far):
+    """In float32: by 0.1% of its part of the answer, and 0.003% of all."""
+    answer = lambda f: Answer(grad={"w": torch.full((4,), 0.5 * (1 - size**2) ** 0.5), "b": torch.tensor([f * size])})  # noqa: E731
+    said = agreement.difference(answer(factor), answer(1.0), rough=False)
+    assert bool(said) == far
+    assert not far or said.startswith(("grad['b'] by", "grad by"))
+    assert not agreement.difference(answer(factor), answer(1.0), rough=True), "float32 is the judge there"
+
+
 def test_other_shapes_and_other_nans_are_differences():
     answer = lambda *values: Answer(norms=torch.tensor(values), losses=torch.ones(2))  # noqa: E731
     assert not agreement.difference(answer(1.0, float("nan")), answer(1.0, float("nan")), True)
