@@ -14,6 +14,7 @@ from torch.fx import Graph
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from eachgrad.blocks.arithmetic import has_short_products
+from eachgrad.dtypes import SIXTEEN_BITS
 from eachgrad.queries import Answer
 
 # Of the size of an answer. Sixteen bits round elsewhere once they are compiled: a quarter of a parameter's sum was seen.
@@ -32,7 +33,7 @@ def is_rough(args: tuple, graph: Graph) -> bool:
     kinds = {a.device.type for a in tensors}
     # Also in the middle of it: autocast may be on in the loss function alone.
     made = [node.meta.get("val") for node in graph.nodes]
-    few = any(isinstance(a, Tensor) and a.dtype in (torch.float16, torch.bfloat16) for a in (*tensors, *made))
+    few = any(isinstance(a, Tensor) and a.dtype in SIXTEEN_BITS for a in (*tensors, *made))
     return few or ("cuda" in kinds and has_short_products()) or any(torch.is_autocast_enabled(kind) for kind in kinds)
 
 

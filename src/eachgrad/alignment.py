@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from eachgrad import plan
+from eachgrad.dtypes import SIXTEEN_BITS
 from eachgrad.kernels import entropy  # noqa: F401  (its op)
 from eachgrad.tidy import call, loosen
 
@@ -32,7 +33,7 @@ FILLED = "filled"  # in the meta of a node that cuts zeros off the end of its so
 
 def is_slow(value: Tensor) -> bool:
     """Whether a product with this matrix is slow unless its rows are a multiple of sixteen bytes long, and as far apart."""
-    return value.is_cuda and value.dtype in (torch.float16, torch.bfloat16) and value.numel() >= LARGE
+    return value.is_cuda and value.dtype in SIXTEEN_BITS and value.numel() >= LARGE
 
 
 def align(graph: Graph, slow: Callable[[Tensor], bool] = is_slow) -> int:

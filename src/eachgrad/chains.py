@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from eachgrad.kernels.library import DTYPES
 from eachgrad.kernels.norm_sums import MOST
-from eachgrad.kernels.positions import DTYPES
 from eachgrad.tidy import narrower
 
 aten = torch.ops.aten

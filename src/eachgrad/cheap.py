@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from eachgrad.dtypes import accumulation_dtype
+
 aten = torch.ops.aten
 
 _BY_STRIDES = {aten.as_strided.default, aten._reshape_alias.default, aten.view.dtype}
@@ -69,8 +71,7 @@ def _norm_inputs(norm: Node) -> list[Node] | None:
 
 def _wide(x: Any) -> torch.dtype:
     """What a norm of x computes in."""
-    dtype = x.meta["val"].dtype
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return accumulation_dtype(x.meta["val"].dtype)
 
 
 def normed(norm: Node, call: Call, now: Callable[[Node], Node]) -> Node:

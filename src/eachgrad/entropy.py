@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from eachgrad.alignment import FILLED
 from eachgrad.alive import GIVEN, memory_of
-from eachgrad.kernels.entropy import DTYPES
+from eachgrad.kernels.library import DTYPES
 from eachgrad.tidy import call, narrower
 
 aten, ops = torch.ops.aten, torch.ops.eachgrad

@@ -16,6 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from eachgrad import doubts, padding
 from eachgrad.capture import Recorder
 from eachgrad.cover import Solved, accept
+from eachgrad.dtypes import SIXTEEN_BITS
 from eachgrad.functions import without_autocast
 from eachgrad.gradient import Gradient, costs_of
 from eachgrad.grads import PerSampleGrads
@@ -108,7 +109,7 @@ def _places(args: Sequence[Any], batch: tuple) -> list[int]:
 def _check_filled(losses: Tensor, fixed: Tensor) -> None:
     """Samples that are added must not change the others' losses."""
     found = losses.detach()[: len(fixed)]
-    slack = 1e-2 if losses.dtype in (torch.float16, torch.bfloat16) or losses.is_cuda else 1e-4
+    slack = 1e-2 if losses.dtype in SIXTEEN_BITS or losses.is_cuda else 1e-4
     size = float(fixed.nan_to_num(0.0, 0.0, 0.0).abs().mean())
     if not torch.allclose(found, fixed, rtol=slack, atol=slack * size, equal_nan=True):
         raise NotCompiled(

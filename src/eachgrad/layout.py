@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from eachgrad.blocks import Fold
+from eachgrad.dtypes import SIXTEEN_BITS
 from eachgrad.errors import CaptureError
 
 # Powers of two given to the samples, in each dtype. They enlarge: small numbers must not be rounded away, and
@@ -83,7 +84,7 @@ def marks(B: int, dtypes: set[torch.dtype]) -> Marks:
     powers = min([*choices, torch.tensor(_DEFAULT_POWERS, dtype=torch.float64)], key=len)
     base = len(powers)
     passes = max(1, math.ceil(math.log(B) / math.log(base) - 1e-9))
-    coarse = next((dtype for dtype in dtypes if dtype in (torch.float16, torch.bfloat16)), None)
+    coarse = next((dtype for dtype in dtypes if dtype in SIXTEEN_BITS), None)
     # In no order: what leaks from a sample with a small power into one with a large power is as small as it is, and
     # any leak worth the name goes the other way as well, where it is enlarged.
     number = torch.randperm(B, generator=torch.Generator().manual_seed(B))

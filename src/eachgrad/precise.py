@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
+from eachgrad.dtypes import SIXTEEN_BITS
 from eachgrad.functions import without_autocast
-
-FEW = (torch.float16, torch.bfloat16)
 
 
 def in_float32(gm: GraphModule) -> GraphModule:
@@ -33,7 +32,7 @@ def in_float32(gm: GraphModule) -> GraphModule:
 
 
 def _wide(value: Any) -> Any:
-    return torch.float32 if isinstance(value, torch.dtype) and value in FEW else value
+    return torch.float32 if isinstance(value, torch.dtype) and value in SIXTEEN_BITS else value
 
 
 def widened(args: tuple) -> tuple:
@@ -42,7 +41,7 @@ def widened(args: tuple) -> tuple:
 
 
 def _widened(a: Any) -> Any:
-    return a.detach().float() if isinstance(a, Tensor) and a.dtype in FEW else a
+    return a.detach().float() if isinstance(a, Tensor) and a.dtype in SIXTEEN_BITS else a
 
 
 @contextmanager

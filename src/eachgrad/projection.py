@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from eachgrad.blocks import Block
-from eachgrad.blocks.arithmetic import accumulation_dtype, as_real
+from eachgrad.blocks.arithmetic import as_real
+from eachgrad.dtypes import accumulation_dtype
 from eachgrad.gradient import Gradient
 
 # Buckets per coordinate of "sjlt": several keep the error small for gradients of a few large numbers.

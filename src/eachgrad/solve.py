@@ -12,9 +12,9 @@ from torch.autograd.graph import GradientEdge
 from eachgrad import layout as lay
 from eachgrad import uses as use_blocks
 from eachgrad.blocks import Block, Dense, add
-from eachgrad.blocks.arithmetic import accumulation_dtype
 from eachgrad.capture import Recorder
 from eachgrad.cover import Accepted, Solved
+from eachgrad.dtypes import accumulation_dtype
 from eachgrad.errors import CaptureError
 from eachgrad.graph import Carried, Node, graph_nodes
 from eachgrad.passes import Marked, Passes, grad

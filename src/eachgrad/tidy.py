@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from eachgrad.dtypes import SIXTEEN_BITS
 from eachgrad.kernels import norm_sums, positions  # noqa: F401  (their ops)
 
 aten = torch.ops.aten
@@ -185,7 +186,7 @@ def narrower(graph: Graph, node: Node) -> Node | None:
     if node.target is aten._to_copy.default:
         source: Any = node.args[0]
         before, after = source.meta["val"], node.meta["val"]
-        widened = before.dtype in (torch.bfloat16, torch.float16) and after.dtype == torch.float32
+        widened = before.dtype in SIXTEEN_BITS and after.dtype == torch.float32
         return source if widened and before.device == after.device else None
     viewed = _viewed(node)
     if viewed is None or viewed is not node.args[0] or viewed.meta["val"].dtype != node.meta["val"].dtype:

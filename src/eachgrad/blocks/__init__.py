@@ -1,6 +1,5 @@
 """Structured per-sample gradients: one file per representation, all of its queries in it."""
 
-from eachgrad.blocks.arithmetic import accumulation_dtype
 from eachgrad.blocks.base import Block, Dense, Fold
 from eachgrad.blocks.outer import Outer
 from eachgrad.blocks.patches import Geometry, Patches
@@ -16,6 +15,5 @@ __all__ = [
     "Patches",
     "Rows",
     "Sum",
-    "accumulation_dtype",
     "add",
 ]

@@ -11,8 +11,10 @@ from torch.nn import functional as F
 
 from eachgrad import plan
 from eachgrad.choices import chosen
+from eachgrad.dtypes import accumulation_dtype
+from eachgrad.kernels.library import DTYPES
 from eachgrad.kernels.many import squares_of_many, weighted_of_many
-from eachgrad.kernels.positions import DTYPES, position_sums
+from eachgrad.kernels.positions import position_sums
 
 # A norm of more numbers than this is put together from norms of so many: over 4 million numbers in float32
 # vector_norm came out 7e-5 too small (torch 2.13, CPU), which would break a clipping bound.
@@ -27,13 +29,6 @@ BFLOAT16_ROUNDING, TF32_ROUNDING, FLOAT32_ROUNDING = 2.0**-9, 2.0**-10, 2.0**-20
 LARGE = 1 << 16
 # One for a sum over positions from so many numbers in all, and at each position.
 MANY, WIDE = 1 << 20, 32
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums of squares of `dtype` numbers are formed: never less than float32."""
-    if dtype in (torch.float16, torch.bfloat16):
-        return torch.float32
-    return dtype
 
 
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor
 from eachgrad import doubts, plan
 from eachgrad.blocks import arithmetic
 from eachgrad.blocks.arithmetic import (
-    accumulation_dtype,
     cast,
     dots,
     inner,
@@ -22,7 +21,9 @@ from eachgrad.blocks.arithmetic import (
     squared_norms,
     sum_of,
 )
-from eachgrad.kernels.squares_and_mean import DTYPES, squares_and_mean
+from eachgrad.dtypes import accumulation_dtype
+from eachgrad.kernels.library import DTYPES
+from eachgrad.kernels.squares_and_mean import squares_and_mean
 
 # Largest (B, n) slice of dense gradients that a query makes at a time, in elements: 16 MiB in float32.
 # A choice of memory, not of speed.

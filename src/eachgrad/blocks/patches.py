@@ -13,7 +13,6 @@ from torch import Tensor
 from eachgrad import plan
 from eachgrad.blocks.arithmetic import (
     FLOAT32_ROUNDING,
-    accumulation_dtype,
     is_rounded,
     on_gpu,
     products,
@@ -24,6 +23,7 @@ from eachgrad.blocks.arithmetic import (
 from eachgrad.blocks.base import Block, Fold, Measured, Rough, Shared
 from eachgrad.blocks.outer import Outer, bound_of
 from eachgrad.blocks.windows import Geometry
+from eachgrad.dtypes import accumulation_dtype
 from eachgrad.kernels.convolution import conv_gradients, conv_squares, conv_sum
 
 # An element added to a Gram, against a multiplication in a matrix product. On one core over 140 shapes (C 8 to 256,

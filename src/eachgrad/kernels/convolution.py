@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eachgrad.kernels.library import library, new_empty
+from eachgrad.kernels.library import DTYPES, library, new_empty
 
 # The largest tile of a gradient, outputs by columns, and the positions read at a time; 3 of these are in flight. Of six
 # tilings on an H200 this was the fastest, or within a quarter of it, for 16 of 20 layers of ResNet-18 and -50; squares ran
@@ -24,7 +24,6 @@ OUTPUTS, COLUMNS, POSITIONS = 128, 128, 64
 OUTPUTS_FLOAT32, COLUMNS_FLOAT32, POSITIONS_FLOAT32 = 64, 64, 32
 WARPS, STAGES = 4, 3
 PROGRAMS = 528  # that a sum is divided among, about: four for each multiprocessor of an H200
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 Ints = Sequence[int]  # a pair: down, across
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from eachgrad import plan
-from eachgrad.kernels.library import library, new_empty
-from eachgrad.kernels.positions import DTYPES
+from eachgrad.kernels.library import DTYPES, library, new_empty
 
 # Of twelve on an H200 the fastest for 16,384 rows of 50,257 classes.
 COLUMNS, WARPS, GRADIENT_WARPS = 4096, 4, 16

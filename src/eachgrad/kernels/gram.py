@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eachgrad.kernels.library import library, new_empty
+from eachgrad.kernels.library import DTYPES, library, new_empty
 
 # The largest tile of a Gram, the numbers of each row read at a time, and how many of these are in flight. Two tiles of
 # 128 x 128 in float32 are half of the registers of a multiprocessor. Of six tilings on an H200 this was the fastest for ViT's
@@ -30,7 +30,6 @@ BLOCK_FLOAT32, STEP_FLOAT32, STAGES_FLOAT32 = 64, 32, 3
 # as long as 2 for each; four have 5.8, and take as long as 6: ViT's 48 layers 1.72 ms, and 2.25 one by one.
 MOST = 4
 TURN = 48  # programs, about, of which those that read most go first; no others have been tried
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Tiling(NamedTuple):

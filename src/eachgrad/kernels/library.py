@@ -5,6 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# What every kernel takes.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 library = torch.library.Library("eachgrad", "DEF")
 
 # As the code that torch's compiler writes has them: whoever plans where its tensors lie (arena.py) plans those of ops, too.

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eachgrad.kernels.library import library, new_empty
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from eachgrad.kernels.library import DTYPES, library, new_empty
 
 # Numbers of one sample that a program squares and adds. 2^15 of bfloat16 are 64 KiB: GPT-2's gradients make 3,800 runs a
 # sample, and their sums are 1 / 16,000 of what is read. In float32 a sum of 2^22 equal numbers, one after another, was

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from eachgrad.choices import chosen
-from eachgrad.kernels.library import library, new_empty
-from eachgrad.kernels.positions import DTYPES, tiling
+from eachgrad.kernels.library import DTYPES, library, new_empty
+from eachgrad.kernels.positions import tiling
 
 MOST = 6  # terms
 ROWS, WARPS = 64, 8  # of a tile, and for it; as many numbers as `tiling` says

@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eachgrad.choices import chosen
-from eachgrad.kernels.library import library, new_empty
+from eachgrad.kernels.library import DTYPES, library, new_empty
 
 # A program adds up so many positions of so many numbers at a time. If there would be too few programs to keep the device
 # busy, by two or three for each multiprocessor of an H200, each has a part of the positions.
 PROGRAMS = 384
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _check(values: Sequence[Tensor]) -> None:

@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eachgrad.choices import chosen
-from eachgrad.kernels.library import library, new_empty
+from eachgrad.kernels.library import DTYPES, library, new_empty
 
 NUMBERS = 1 << 14  # of a program's tile: of 16 samples eight a thread, sixteen bytes of bfloat16
 # In a tile. Of 4 samples in a tile for 16 there are too few reads in flight: 2.3 TB/s, where 16 samples have 3.7.
 SAMPLES = (4, 16)
 WARPS = 4
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def tile(B: int) -> int:

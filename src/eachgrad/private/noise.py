@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
+from eachgrad.dtypes import accumulation_dtype
 from eachgrad.kernels.noise import noisy
 
 
@@ -201,7 +202,7 @@ def _empty(p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """In which a gradient gets its noise. Sixteen bits come last: rounding what has its noise gives nothing away."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return accumulation_dtype(dtype)
 
 
 @cache

@@ -22,6 +22,7 @@ from eachgrad.blocks.base import Rough
 from eachgrad.gradient import Gradient, total
 from eachgrad.kernels import many
 from eachgrad.kernels.joined import joined
+from eachgrad.kernels.library import DTYPES
 
 SMALL = 1 << 13  # numbers of a gradient that is not worth an op of its own
 FEW = 8  # gradients that are not worth a copy side by side: an MLP's three took 1.47 times a plain step's memory, not 1.22
@@ -227,7 +228,7 @@ def _crossed(gradient: Gradient, block: Outer) -> Key | None:
 
 def _is_large(gradient: Gradient, value: Tensor) -> bool:
     """Whether the kernels take these gradients as they are."""
-    if not arithmetic.on_gpu(value) or value.dtype not in many.DTYPES or not len(value):
+    if not arithmetic.on_gpu(value) or value.dtype not in DTYPES or not len(value):
         return False
     # In one pack all norms have one dtype. Samples that do not lie in one piece would be copied, twice.
     fits = real_dtype(gradient.parameter.dtype) == torch.float32 and value[0].is_contiguous()

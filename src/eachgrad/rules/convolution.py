@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn import functional as F
 
-from eachgrad.blocks import Block, Dense, Geometry, Patches, accumulation_dtype
+from eachgrad.blocks import Block, Dense, Geometry, Patches
 from eachgrad.blocks.arithmetic import cast
+from eachgrad.dtypes import accumulation_dtype
 from eachgrad.rules.registry import NeedsLoop, rule
 
 Size = int | Sequence[int]
