@@ -91,9 +91,8 @@ def taken(step: Callable[[], object], before: Before) -> int:
     torch.cuda.synchronize()
     end = pools()
     found = sum(size for name, size in end.items() if name not in before.pools and name != COMMON)
-    found += (
-        start.in_use - before.in_use + end[COMMON] - start.pools[COMMON]
-    )  # some of a step may be in no pool of ours
+    # Some of a step may be in no pool of ours.
+    found += start.in_use - before.in_use + end[COMMON] - start.pools[COMMON]
     del pool
     clean()
     return found

@@ -223,3 +223,30 @@ def test_a_gradient_is_checked_against_what_it_is_made_of(monkeypatch):
         found.append(len(checked))
     assert found[0] >= 10
     assert found[1] <= 2 * found[0]
+
+
+def test_each_gradient_is_guarded_by_its_own_uses():
+    """Of two layers, and of one that is used twice: whichever input is changed, what is made of it is refused."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.twice, self.once = nn.Conv1d(4, 4, 1), nn.Conv1d(4, 4, 1)
+
+        def forward(self, x):
+            first = torch.tanh(self.twice(x))
+            second = torch.tanh(self.twice(first))
+            self.seen = {"first": first, "second": second}
+            return self.once(second)
+
+    for changed, refused, kept in (("first", "twice.weight", "once.weight"), ("second", "once.weight", "twice.weight")):
+        model = Net()
+        with eachgrad.record(model) as tape:
+            losses = model(torch.randn(3, 4, 9)).square().flatten(1).sum(1)
+        grads = tape.backward(losses)
+        before = grads[kept].weighted_sum(torch.ones(3)).clone()
+        with torch.no_grad():
+            model.seen[changed].mul_(2)
+        with pytest.raises(CaptureError, match="changed in place"):
+            grads[refused].weighted_sum(torch.ones(3))
+        torch.testing.assert_close(grads[kept].weighted_sum(torch.ones(3)), before, rtol=0, atol=0)

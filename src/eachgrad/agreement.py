@@ -68,6 +68,12 @@ def farther(found: Answer, eager: Answer, exact: Answer) -> str | None:
     return "" if told else None
 
 
+def speaks(answer: Answer) -> bool:
+    """Whether an answer says anything: beside the losses not all is zero."""
+    asked = {name: value for name, value in vars(answer).items() if name != "losses"}
+    return any(isinstance(t, Tensor) and bool(t.any()) for t in tree_leaves(asked))
+
+
 class _Part(NamedTuple):
     """An answer, or one parameter's part of it, beside another one."""
 

@@ -57,6 +57,13 @@ class Given:
         """Whether it is one sample, filled up to two."""
         return self.filled is not None and (self.filled.samples, self.filled.size) == (1, 2)
 
+    def samples(self, B: int, dim: int) -> tuple[Tensor, ...]:
+        """The tensors of the batch, as the graph takes them, that have as many entries along `dim` as there are samples."""
+        if self.filled is None:
+            return tuple(t for t in tensors_in(self.batch) if t.ndim > dim and t.shape[dim] == B)
+        pairs = zip(tensors_in(self.batch), tensors_in(self.filled.batch), strict=True)
+        return tuple(t for own, t in pairs if own.ndim > dim and own.shape[dim] == self.filled.samples)
+
     def cut(self) -> Given:
         """One sample that was filled up to two, as one again."""
         assert self.filled is not None
@@ -147,8 +154,9 @@ class Forward:
         known = {id(p): name for name, p in named_trainable(self.model).items()}
         self.names = [known.get(id(a)) for a in args]
         self.held = [k for k, name in enumerate(self.names) if name is not None]
-        batch = given.batch if filled is None else filled.batch
-        self.inputs = {k for k in _places(args, batch) if args[k].ndim > dim and args[k].shape[dim] == B}
+        # One that has as many entries as there are samples by chance is told from them when others come.
+        inputs = set(_places(args, given.samples(B, dim)))
+        self.inputs = inputs & self.inputs if self.inputs else inputs
         self.sampled = dict.fromkeys(sorted(self.inputs), dim) | ({} if self.weighted is None else {self.weighted: 0})
 
     def counting(self, args: tuple) -> tuple:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from eachgrad.agreement import ENOUGH, farther
+from eachgrad.agreement import ENOUGH, farther, speaks
 from eachgrad.forward import Forward
 from eachgrad.padding import Sizes
 from eachgrad.precise import all_bits, in_float32, widened
@@ -51,15 +51,28 @@ class Judge:
     def _tried(size: int, sizes: Sizes) -> list[int]:
         return list(dict.fromkeys((min(size, sizes.fit(ENOUGH)), size, sizes.fit(1))))
 
-    def far_alone(self, step: Step, args: tuple) -> bool:
-        """Whether a step for two samples and more differs from float32 with one, or nobody knows."""
+    def is_right_alone(self, step: Step, wanted: Answer, args: tuple, far: str, rough: bool) -> bool:
+        """Whether a step for two samples and more is right about one, which is so `far` from what is wanted.
+
+        If it is not, one is filled up to two again.
+        """
+        assert step.entries is not None
+        said: str | None = far
+        if far:
+            step.refuse_one()
+        elif rough:
+            said = self._far_alone(step, args)
+        elif not speaks(wanted):
+            said = None
+        if step.entries.note(said):
+            step.checked.add((1, False))
+        return said == ""
+
+    def _far_alone(self, step: Step, args: tuple) -> str | None:
         try:
-            far = self.farther(step, args, 1)
+            return self.farther(step, args, 1)
         except Exception:  # too little memory, or an op that takes no float32
-            far, step.ones = None, STRIKES
-        step.ones += 1
-        step.refuses_one = far != "" and step.ones >= STRIKES
-        return far != ""
+            return None
 
     def farther(self, step: Step, args: tuple, size: int) -> str | None:
         """The same for these arguments; None where it cannot be told."""

@@ -34,8 +34,7 @@ class Step:
     judged: bool = False  # whether it was compared with float32, as far as it can be
     tries: int = 0  # how often that was tried
     strikes: int = 0  # and in a row it was too far
-    refuses_one: bool = False  # whether one sample is filled up to two all the same
-    ones: int = 0  # how often its answer about one was compared with float32
+    silent: int = 0  # how often its answers were zeros, which says nothing
 
     def run(self, args: tuple) -> tuple[Tensor, ...]:
         """The losses and the answers, or what will be them: `has_doubt` is to be asked next."""
@@ -55,10 +54,10 @@ class Step:
         raised = [slot.wait() for slot in self.slots]  # every one: what comes late is not the next step's
         return any(raised)
 
-    @property
-    def takes_one(self) -> bool:
-        """Whether one sample may be given to it as one."""
-        return self.entries is not None and self.entries.takes_one and not self.refuses_one
+    def refuse_one(self) -> None:
+        """Have one sample filled up to two from now on."""
+        if self.entries is not None:
+            self.entries.refuse()
 
     @property
     def reason(self) -> str:
@@ -112,7 +111,7 @@ def compiled(
     for other in (others or {}).values():
         _tidied(other, options, share)
     traced = of_any_size({samples.size: traced, **(others or {})}, samples.first)
-    entries = Entries(found)
+    entries = Entries(found, samples.dims)
     run = _with_any(_Traced(traced, held), samples, entries)
     return Step(run if graphs is None else Replays(run, graphs.given, graphs.memory, samples.first), slots, entries)
 

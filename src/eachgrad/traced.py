@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_map, tree_unflatten
 
-from eachgrad.agreement import difference, is_rough
-from eachgrad.alone import one_of
+from eachgrad.agreement import difference, is_rough, speaks
 from eachgrad.choices import Choices
 from eachgrad.errors import CaptureError, first_line
 from eachgrad.forward import Forward, Given, NotCompiled, Traced
@@ -82,8 +81,9 @@ class Graph:
         # A loss that counts the samples is another one with more of them.
         eager = due or self.plan is None or (self.counts and given.is_filled)
         key = None if eager else self._key(args)
-        if key in self.step and self.step[key].takes_one and given.is_pair:
-            args, given = one_of(args, self.forward.sampled), given.cut()
+        entries = self.step[key].entries if given.is_pair and key in self.step else None
+        if entries is not None and entries.takes_one:
+            args, given = entries.one_of(args), given.cut()
         found = None if key is None else self._run_step(key, args, given)
         if found is None:
             self.owner.settle()
@@ -121,16 +121,18 @@ class Graph:
         step, self.fresh, drawn = self.fresh, None, _generators()
         wanted = self.owner.with_room(lambda: self.owner.eager(given.batch))
         random = not _same(drawn, _generators())
+        rough = any(is_rough(args, some.gm.graph) for some in self.traced.values())
         if given.is_alone:
             answer = self._kept(answer)
-            return answer if self._is_right_alone(step, (answer, wanted), args, random) else wanted
+            far = "there are random numbers" if random else difference(answer, wanted, rough)
+            right = self._judge().is_right_alone(step, wanted, args, far, rough)
+            return answer if right else wanted
         if self.dynamic and all(size != given.size for size, _ in step.checked):
             try:  # what a comparison of few bits, or of random numbers, would not see
                 self._confirm(args, given.size)
             except NotAlike as error:
                 self.owner.part(str(error), self.counts)
                 return wanted
-        rough = any(is_rough(args, some.gm.graph) for some in self.traced.values())
         far = "" if random else difference(answer, wanted, rough)
         step.judged = step.judged or not rough or random
         if not far and not step.judged:
@@ -139,23 +141,14 @@ class Graph:
             if far and step.strikes < STRIKES:
                 return wanted
         if not far:
-            step.checked.add(given.kind)
+            step.silent += not speaks(wanted)
+            if speaks(wanted) or step.silent >= 2 * STRIKES:  # or it is compared again
+                step.checked.add(given.kind)
             return answer
         self.plan, self.traces = None, False
         self._forget()
         self.reason = f"compiled, its answers differ from the eager ones: {far}"
         return wanted
-
-    def _is_right_alone(self, step: Step, found: tuple[Answer, Answer], args: tuple, random: bool) -> bool:
-        """Whether the first answer about one sample as one is the eager one; if not, one is filled up to two again."""
-        rough = any(is_rough(args, some.gm.graph) for some in self.traced.values())
-        far = "there are random numbers" if random else difference(*found, rough)
-        step.refuses_one = bool(far)
-        if rough and not far:
-            far = self._judge().far_alone(step, args)
-        if not far:
-            step.checked.add((1, False))
-        return not far
 
     def _judge(self) -> Judge:
         assert self.plan is not None
@@ -205,7 +198,7 @@ class Graph:
             if known and not (self.dynamic and given.kind not in self.step[key].checked):
                 raise
             if given.is_alone:
-                self.step[key].refuses_one = True
+                self.step[key].refuse_one()
                 return None
             self.failed = error, f"{given.size} samples" if known else ""
             return None
@@ -241,7 +234,10 @@ class Graph:
         if not self.traces:
             return
         B = given.size or B
+        before = self.forward.sampled
         self.forward.look(args, given, B, self.owner.batch_dim)
+        if self.forward.sampled != before:
+            self._forget()  # what is compiled takes others for samples
         try:
             found = self.forward.found(self.forward.counting(args), B, fixed if given.size else None)
         except (CaptureError, NotCompiled) as error:
