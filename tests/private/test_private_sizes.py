@@ -148,7 +148,7 @@ def test_few_samples_at_a_time_have_a_graph_of_their_size():
 
 @pytest.mark.parametrize("batch_size", [3, 20])
 def test_a_run_with_one_graph_for_any_size_is_the_one_without(batch_size):
-    options = {"generator": fixed(), "steps": 20, "batch_size": batch_size}
+    options = {"generator": fixed(), "steps": 40, "batch_size": batch_size}
     eager, found = make(**options), make(**options | {"generator": fixed()}, compile=True)
     assert found.loader.divided.multiple == 1
     for run in (eager, found):
@@ -160,6 +160,7 @@ def test_a_run_with_one_graph_for_any_size_is_the_one_without(batch_size):
     (graph,) = found.engine.ask.graphs
     (step,) = graph.step.values()
     assert len(step.checked) > 2
+    assert ((1, False) in step.checked) == (batch_size == 3)  # one sample as one; few are filled up to 8 of 20
 
 
 @pytest.mark.parametrize(
