@@ -74,6 +74,16 @@ def test_a_tensor_that_lies_elsewhere_is_another_graph(fake):
     assert step.captures == 2
 
 
+def test_another_shape_is_another_graph(fake):
+    """And is not broadcast into the first."""
+    w, shift = problem()
+    step = replay.Replay(product, frozenset([1]))
+    for n in (4, 4, 4, 1, 1, 4, 4):
+        x = torch.randn(n, 3)
+        torch.testing.assert_close(step((w, x, shift))[0], x @ w + shift)
+    assert step.captures == 3
+
+
 def test_tensors_that_move_every_time_are_given_up(fake):
     w, shift = problem()
     step = replay.Replay(product, frozenset([1]))

@@ -248,11 +248,18 @@ class Replay:
 
     def _ready(self, args: Sequence[Any]) -> bool:
         """Whether there is a graph for these arguments, now."""
-        if self.found is not None and [args[k].data_ptr() for k in self.addresses] == [*self.addresses.values()]:
+        if self.found is not None and self._fits(args):
             return True
         if not self.reason:
             self._capture(args)
         return self.found is not None
+
+    def _fits(self, args: Sequence[Any]) -> bool:
+        """Whether what is copied has the graph's shapes, to which it would be broadcast, and the rest is in its place."""
+        copied = zip(self.own, sorted(self.copied), strict=True)
+        return all(mine.shape == args[k].shape for mine, k in copied) and all(
+            args[k].data_ptr() == place for k, place in self.addresses.items()
+        )
 
     def _capture(self, args: Sequence[Any]) -> None:
         self._release()
