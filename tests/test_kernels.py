@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 from eachgrad.kernels import signals
@@ -22,6 +24,21 @@ def test_flags_reach_the_host():
             assert bool(settled) is flag
             assert torch.equal(passed, through)
         assert [slot.wait() for slot in slots] == list(flags)
+
+
+def test_a_key_that_is_free_is_given_again():
+    """So that a graph made anew is the same one; two that are there never share a key."""
+    slots = [signals.Slot() for _ in range(3)]
+    keys = [slot.key for slot in slots]
+    assert len(set(keys)) == 3
+    del slots[1]
+    gc.collect()
+    again = signals.Slot()
+    assert again.key == keys[1]
+    assert signals.Slot().key not in (keys[0], keys[2], again.key)
+    again.clear()
+    signals.signal(torch.tensor(True), [], again)
+    assert again.wait()
 
 
 def test_a_flag_that_does_not_come_counts_as_raised():

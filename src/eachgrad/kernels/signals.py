@@ -7,6 +7,7 @@ replayed without the host, does it again every time.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import weakref
 from functools import cached_property
@@ -20,7 +21,7 @@ from eachgrad.kernels.library import library
 _UNKNOWN, _DOWN, _UP = 0, 1, 2
 _PATIENCE = 0.2  # seconds after which the device is asked whether it is still at work
 
-_keys = itertools.count()
+_lock = threading.Lock()
 _slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
 
 
@@ -28,8 +29,10 @@ class Slot:
     """Where one flag of a step arrives."""
 
     def __init__(self) -> None:
-        self.key = next(_keys)
-        _slots[self.key] = self
+        # The first that is free: a graph made anew has the key that it had, and is found in the compiler's cache.
+        with _lock:
+            self.key = next(key for key in itertools.count() if key not in _slots)
+            _slots[self.key] = self
 
     @cached_property
     def _number(self) -> Tensor:  # not before the step runs: where it is traced, tensors have no numbers
