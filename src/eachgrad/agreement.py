@@ -95,20 +95,12 @@ def _numbers(name: str, found: Any, wanted: Any) -> list[tuple[str, Tensor, Tens
 
 def _parts(numbers: list[tuple[str, Tensor, Tensor]]) -> list[_Part]:
     """The answer as a whole, and each part of it if there are several."""
-    far, size = ([_size(t) for t in some] for some in ([a - b for _, a, b in numbers], [b for _, _, b in numbers]))
-    each = [
-        _Part(name, f, s, math.hypot(*size), b.numel()) for (name, _, b), f, s in zip(numbers, far, size, strict=True)
-    ]
+    far, size = [_size(a - b) for _, a, b in numbers], [_size(b) for _, _, b in numbers]
+    names, counts, whole = [name for name, _, _ in numbers], [b.numel() for _, _, b in numbers], math.hypot(*size)
+    each = [_Part(name, f, s, whole, n) for name, f, s, n in zip(names, far, size, counts, strict=True)]
     if len(each) < 2:
         return each
-    whole = _Part(
-        each[0].name.partition("[")[0],
-        math.hypot(*far),
-        math.hypot(*size),
-        math.hypot(*size),
-        sum(p.numel for p in each),
-    )
-    return [whole, *each]
+    return [_Part(names[0].partition("[")[0], math.hypot(*far), whole, whole, sum(counts)), *each]
 
 
 def _size(t: Tensor) -> float:

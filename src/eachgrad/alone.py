@@ -2,8 +2,8 @@
 
 A graph with its size left open has guards against one sample, for which torch's ops are sometimes others (what has one entry
 is broadcast). Ours is known to be the same ops for every size, and the code compiled from it has a number of samples in it
-wherever there is one. So the graph that was entered for two samples is entered for one, beside its guards. Its first answer
-is compared with the eager one, as that of every size is.
+wherever there is one. So the graph that was entered for two samples is entered for one, beside its guards. Its first answers
+are compared with the eager ones, as is the first of every size.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ class Entries:
         self.right = self.missed = 0
         self._entered: tuple[Callable[..., Any], tuple] | None = None
         self._run: Callable[..., Any] | None = None
-        self._places: list[
-            int | None
-        ] = []  # of what that is given, among the arguments; None for the number of samples
+        # What that is given, by its places among the arguments; None for the number of samples.
+        self._places: list[int | None] = []
 
     def __call__(self, gm: GraphModule, example: list[Any]) -> Callable[..., Any]:
         run = self._compiled(gm, example)
