@@ -399,10 +399,13 @@ CROSSED = {
 }
 
 
+@pytest.mark.parametrize("watched", [False, True])
 @pytest.mark.parametrize("cancel", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CROSSED)
-def test_norms_by_factors_are_added_up_at_once(name, dtype, cancel, by_factors, monkeypatch):
+def test_norms_by_factors_are_added_up_at_once(name, dtype, cancel, watched, by_factors, monkeypatch):
+    monkeypatch.setattr(packing, "is_unwatched", lambda t: not watched)
+
     def ask():
         gradients = factored(dtype, cancel, poisoned=name == "left out")
         answer, ops = asked(gradients, grad=eachgrad.clipped_sum(**CROSSED[name]), norms=eachgrad.norms())
@@ -410,8 +413,12 @@ def test_norms_by_factors_are_added_up_at_once(name, dtype, cancel, by_factors, 
         return answer, ops, dense.norm(dim=1)
 
     packed, ops, want = ask()
-    assert ops["joined"] == {"by groups": 2, "by parameter": 4}.get(name, 1)
-    assert ops["gram_norms"] == 4
+    if watched:
+        assert ops["joined"] == {"by groups": 2, "by parameter": 4}.get(name, 1)
+        assert ops["gram_norms"] == 4
+    else:  # all that have as many positions together
+        assert (ops["joined"], ops["gram_norms"]) == (0, 0)
+        assert ops["gram_norms_of_many"] == {"by groups": 4, "by parameter": 4}.get(name, 3)
     # Sixteen bits multiplied exactly, but for sums of gradients in them: the truth itself is rounded.
     torch.testing.assert_close(
         packed.norms.double(), want, rtol=2e-3 if dtype == torch.bfloat16 else 3e-4, atol=0, equal_nan=True
@@ -423,7 +430,9 @@ def test_norms_by_factors_are_added_up_at_once(name, dtype, cancel, by_factors, 
     assert_same(packed.grad, alone.grad, 1e-5)
 
 
-def test_some_norms_by_factors(by_factors):
+@pytest.mark.parametrize("watched", [False, True])
+def test_some_norms_by_factors(watched, by_factors, monkeypatch):
+    monkeypatch.setattr(packing, "is_unwatched", lambda t: not watched)
     queries = {"grad": eachgrad.clipped_sum(30.0), "some": eachgrad.norms().select("b*")}
     gradients = factored(torch.bfloat16)
     answer, _ = asked(gradients, **queries)

@@ -104,9 +104,14 @@ class Outer(Block):
         narrow = left.dtype == right.dtype and left.dtype.itemsize == 2
         return narrow and on_gpu(left) and not (left.requires_grad or right.requires_grad) and self._route == "Gram"
 
-    def parts(self) -> tuple[Tensor, float]:
-        """(2, B, n), whose sums over n are squared norms and the sizes of their terms; and a sum's `rounding`."""
-        return gram_parts(self.left, self.right), rounding(self.left)
+    def parts(self) -> Tensor:
+        """(2, B, n), whose sums over n are squared norms and the sizes of their terms."""
+        return gram_parts(self.left, self.right)
+
+    @property
+    def unit(self) -> float:
+        """How far a weighted sum rounds its terms, as a share of their size."""
+        return rounding(self.left)
 
     @property
     def _route(self) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eachgrad.kernels.launching import direct, launch
 from eachgrad.kernels.library import DTYPES, library, new_empty
 
 # The largest tile of a gradient, outputs by columns, and the positions read at a time; 3 of these are in flight. Of six
@@ -95,10 +96,9 @@ class _Launch:
         """Run the kernel `times` times for each tile."""
         blocks = {"BLOCK_P": self.tiles.outputs, "BLOCK_C": self.tiles.columns, "BLOCK_T": self.tiles.positions}
         options = {"num_warps": self.tiles.warps, "num_stages": self.tiles.stages}
-        programs = (times * self.grid[0] * self.grid[1],)
+        programs = times * self.grid[0] * self.grid[1]
         x, g = (t.contiguous(memory_format=torch.channels_last) for t in (self.x, self.g))
-        with torch.cuda.device_of(out):
-            kernel[programs](x, g, out, *arguments, self.sizes, self.window, self.grid, **blocks, **options)
+        launch(kernel, programs, out, (x, g, out, *arguments, self.sizes, self.window, self.grid), blocks, **options)
 
 
 def _channels_last(x: Tensor, B: int, p: int, C: int, kernel: Ints) -> Tensor:
@@ -214,15 +214,17 @@ def _(x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation:
 def conv_squares(x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
     """|gradient of sample b|^2 of the weight (p, C, kh, kw), in float32: (B,)."""
     # Parts are added here and not in the op: a compiler joins that with what comes next.
-    return torch.ops.eachgrad.conv_squares(x, g, kernel, stride, padding, dilation).sum(1)
+    op = torch.ops.eachgrad.conv_squares
+    return direct(op, launched_squares, x, x, g, kernel, stride, padding, dilation).sum(1)
 
 
 def conv_gradients(x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
     """The gradients of the samples (B, p, C, kh, kw), added in float32 and given in x's dtype."""
-    return torch.ops.eachgrad.conv_gradients(x, g, kernel, stride, padding, dilation)
+    op = torch.ops.eachgrad.conv_gradients
+    return direct(op, launched_gradients, x, x, g, kernel, stride, padding, dilation)
 
 
 def conv_sum(x: Tensor, g: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
     """The sum of the gradients of the samples, added and given in float32: (p, C, kh, kw)."""
-    parts = torch.ops.eachgrad.conv_sum(x, g, kernel, stride, padding, dilation)
+    parts = direct(torch.ops.eachgrad.conv_sum, launched_sum, x, x, g, kernel, stride, padding, dilation)
     return parts.sum(0).permute(0, 3, 1, 2).contiguous()

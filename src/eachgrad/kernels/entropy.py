@@ -8,12 +8,11 @@ The Triton code is apart, as triton is there only where a GPU is.
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import torch
 from torch import Tensor
 
 from eachgrad import plan
+from eachgrad.kernels.launching import launch
 from eachgrad.kernels.library import DTYPES, library, new_empty
 
 # Of twelve on an H200 the fastest for 16,384 rows of 50,257 classes.
@@ -69,11 +68,8 @@ def launched(logits: Tensor, target: Tensor, ignored: int) -> Tensor:
     out = new_empty(logits, (3, len(logits)), torch.float32)
     given, unit, distance = _rows(logits)
     if logits.numel():
-        with torch.cuda.device_of(out):
-            cast(Any, entropies_kernel)[(len(logits),)](
-                given, target.contiguous(), out, ignored, logits.shape[1], distance,
-                UNIT=unit, COLUMNS=COLUMNS, num_warps=WARPS,
-            )  # fmt: skip
+        args = (given, target.contiguous(), out, ignored, logits.shape[1], distance)
+        launch(entropies_kernel, len(logits), out, args, {"UNIT": unit, "COLUMNS": COLUMNS}, num_warps=WARPS)
     return out
 
 
@@ -100,11 +96,10 @@ def _launched(logits: Tensor, sums: Tensor, g: Tensor, target: Tensor, ignored: 
 
     given, unit, distance = _rows(logits)
     if logits.numel():
-        with torch.cuda.device_of(out):
-            cast(Any, entropy_gradient_kernel)[(len(logits),)](
-                given, sums.contiguous(), g.contiguous(), target.contiguous(), out, ignored, logits.shape[1], distance,
-                out.shape[1] // plan.ALIGNED, UNIT=unit, OUT=plan.ALIGNED, COLUMNS=COLUMNS, num_warps=GRADIENT_WARPS,
-            )  # fmt: skip
+        given = (given, sums.contiguous(), g.contiguous(), target.contiguous(), out)
+        args = (*given, ignored, logits.shape[1], distance, out.shape[1] // plan.ALIGNED)
+        constants = {"UNIT": unit, "OUT": plan.ALIGNED, "COLUMNS": COLUMNS}
+        launch(entropy_gradient_kernel, len(logits), out, args, constants, num_warps=GRADIENT_WARPS)
     return out
 
 

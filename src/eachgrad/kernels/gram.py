@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eachgrad.kernels.launching import direct, launch
 from eachgrad.kernels.library import DTYPES, library, new_empty
 
 # The largest tile of a Gram, the numbers of each row read at a time, and how many of these are in flight. Two tiles of
@@ -186,17 +187,18 @@ def _launch(pairs: list[_Pair], out: Tensor) -> None:
     given = [t for pair in repeated for t in (pair.left, pair.right)]
     sizes = [(t.shape[2], *t.stride()[:2]) for t in given]
     unit = 1 if any(n % 8 for size in sizes for n in size) else 8
-    options = {"UNIT": unit, "EVEN": not any(size[0] % tiles.step for size in sizes), "BULK": bulk}
-    options |= {"BLOCK": tiles.block, "STEP": tiles.step, "num_warps": tiles.warps, "num_stages": tiles.stages}
+    even = not any(size[0] % tiles.step for size in sizes)
+    constants = {"BLOCK": tiles.block, "STEP": tiles.step, "UNIT": unit, "EVEN": even, "BULK": bulk}
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     shapes = tuple(tuple(n // unit for n in size) for size in sizes)
     factors = [_described(t, tiles) if bulk else t for t in given]
-    with torch.cuda.device_of(out):
-        if len(pairs) == 1:
-            room = out if out.ndim == 3 else out[pairs[0].place]
-            cast(Any, gram_kernel)[(programs,)](*factors, room, T, side, B, *shapes, **options)
-            return
-        turn, places = max(1, TURN // max(1, out.shape[-1])), [pair.place for pair in repeated]
-        cast(Any, gram_of_many_kernel)[(programs,)](*factors, out, T, side, B, turn, *places, shapes, **options)
+    if len(pairs) == 1:
+        room = out if out.ndim == 3 else out[pairs[0].place]
+        launch(gram_kernel, programs, out, (*factors, room, T, side, B, *shapes), constants, **options)
+        return
+    turn, places = max(1, TURN // max(1, out.shape[-1])), [pair.place for pair in repeated]
+    args = (*factors, out, T, side, B, turn, *places, shapes)
+    launch(gram_of_many_kernel, programs, out, args, constants, **options)
 
 
 def _described(t: Tensor, tiles: Tiling) -> Any:
@@ -227,7 +229,12 @@ def _(lefts: list[Tensor], rights: list[Tensor]) -> Tensor:
 
 def gram_parts(left: Tensor, right: Tensor) -> Tensor:
     """What each tile adds to `gram_norms`: (2, B, tiles)."""
-    return torch.ops.eachgrad.gram_norms(left, right)
+    return direct(torch.ops.eachgrad.gram_norms, launched, left, left, right)
+
+
+def gram_parts_of_many(lefts: list[Tensor], rights: list[Tensor]) -> Tensor:
+    """The same of many pairs that have one B and T: (pairs, 2, B, tiles)."""
+    return direct(torch.ops.eachgrad.gram_norms_of_many, launched_of_many, lefts[0], lefts, rights)
 
 
 def gram_norms(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

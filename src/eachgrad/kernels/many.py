@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eachgrad.kernels.launching import direct, launch
 from eachgrad.kernels.library import DTYPES, library, new_empty
 
 # Numbers of one sample that a program squares and adds. 2^15 of bfloat16 are 64 KiB: GPT-2's gradients make 3,800 runs a
@@ -60,15 +61,13 @@ def launched_squares(values: list[Tensor], tiles: Tiles = TILES, run: int | None
         return partial
     from eachgrad.kernels.triton_many import squares_kernel
 
-    kernel, column = _any(squares_kernel), 0
+    column = 0
     for part in _launches(values):
         place = part.place(run)
         runs = place["FIRST"][-1]
-        with torch.cuda.device_of(partial):
-            kernel[(B * runs,)](
-                part.values, partial[:, column:], runs, partial.stride(0), **place, SHELF=SHELF, RUN=run,
-                BLOCK=tiles.block, UNROLL=tiles.unroll, num_warps=tiles.warps,
-            )  # fmt: skip
+        args = (part.values, partial[:, column:], runs, partial.stride(0))
+        constants = {**place, "SHELF": SHELF, "RUN": run, "BLOCK": tiles.block, "UNROLL": tiles.unroll}
+        launch(squares_kernel, B * runs, partial, args, constants, num_warps=tiles.warps)
         column += runs
     return partial
 
@@ -79,14 +78,12 @@ def launched_sums(c: Tensor, values: list[Tensor], tiles: Tiles = TILES) -> list
         return [c.new_zeros(value.shape[1:]) for value in values]
     from eachgrad.kernels.triton_many import weighted_kernel
 
-    outs, c, kernel = [new_empty(c, value.shape[1:]) for value in values], c.contiguous(), _any(weighted_kernel)
+    outs, c = [new_empty(c, value.shape[1:]) for value in values], c.contiguous()
     for part in _launches(values):
         place = part.place(tiles.block)
-        with torch.cuda.device_of(c):
-            kernel[(place["FIRST"][-1],)](
-                c, part.values, tuple(outs[k] for k in part.which), len(c), **place, SHELF=SHELF,
-                BLOCK=tiles.block, UNROLL=tiles.unroll, num_warps=tiles.warps,
-            )  # fmt: skip
+        args = (c, part.values, tuple([outs[k] for k in part.which]), len(c))
+        constants = {**place, "SHELF": SHELF, "BLOCK": tiles.block, "UNROLL": tiles.unroll}
+        launch(weighted_kernel, place["FIRST"][-1], c, args, constants, num_warps=tiles.warps)
     return outs
 
 
@@ -133,10 +130,6 @@ def _runs(value: Tensor, size: int) -> int:
     return -(-_numbers(value) // size)
 
 
-def _any(kernel: object) -> Any:
-    return kernel
-
-
 # These take the gradients as they lie. A compiler would copy those that lie apart, 0.6 ms for a head of 50257 tokens and 16
 # samples on an H200, to hand them over as they lay when it traced.
 _FLEXIBLE = (torch.Tag.flexible_layout,)
@@ -164,7 +157,7 @@ def squares_of_many(values: Sequence[Tensor]) -> Tensor:
     if not values:
         raise ValueError("squares_of_many: without a tensor there are no samples")
     _check(values, len(values[0]))
-    return torch.ops.eachgrad.squares_of_many(list(values)).sum(1)
+    return direct(torch.ops.eachgrad.squares_of_many, launched_squares, values[0], list(values)).sum(1)
 
 
 def weighted_of_many(c: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
@@ -174,7 +167,7 @@ def weighted_of_many(c: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
     _check([*values], len(c))
     if values and values[0].device != c.device:
         raise TypeError(f"c is on {c.device}, the values are on {values[0].device}")
-    return torch.ops.eachgrad.weighted_of_many(c, list(values)) if values else []
+    return direct(torch.ops.eachgrad.weighted_of_many, launched_sums, values[0], c, list(values)) if values else []
 
 
 def _check(values: Sequence[Tensor], B: int) -> None:

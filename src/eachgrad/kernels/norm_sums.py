@@ -9,12 +9,12 @@ terms are 3.1 GB, 0.7 ms at its bandwidth. The Triton code is apart, as triton i
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from eachgrad.choices import chosen
+from eachgrad.kernels.launching import direct, launch
 from eachgrad.kernels.library import DTYPES, library, new_empty
 from eachgrad.kernels.positions import tiling
 
@@ -61,13 +61,10 @@ def launched(g: Tensor, terms: list[Tensor], mean: Tensor | None, scale: Tensor,
     statistics = [t.contiguous() for t in (scale if mean is None else mean, scale)]
     columns, parts = tiling(B, T, n).columns, out.shape[2]
     if out.numel():
-        kernel = cast(Any, norm_sums_kernel)
-        with torch.cuda.device_of(out):
-            kernel[(-(-n // columns) * parts * B,)](
-                g, tuple(terms), *statistics, out, T, -(-T // parts), n, parts, *g.stride()[:2],
-                tuple(n for t in terms for n in t.stride()[:2]),
-                CENTRED=mean is not None, ROWS=ROWS, COLUMNS=columns, num_warps=WARPS,
-            )  # fmt: skip
+        strides = *g.stride()[:2], tuple([n for t in terms for n in t.stride()[:2]])
+        args = (g, tuple(terms), *statistics, out, T, -(-T // parts), n, parts, *strides)
+        constants = {"CENTRED": mean is not None, "ROWS": ROWS, "COLUMNS": columns}
+        launch(norm_sums_kernel, -(-n // columns) * parts * B, out, args, constants, num_warps=WARPS)
     return out
 
 
@@ -91,6 +88,7 @@ def norm_sums(g: Tensor, x: Tensor, mean: Tensor | None, scale: Tensor) -> tuple
     mean, None for 0, and scale are (B, T, 1) in float32.
     """
     _check(g, [x], mean, scale)
-    found = torch.ops.eachgrad.norm_sums(g, [x], mean, scale, chosen(tiling(*g.shape).parts))
+    op, parts = torch.ops.eachgrad.norm_sums, chosen(tiling(*g.shape).parts)
+    found = direct(op, launched, g, g, [x], mean, scale, parts)
     of_bias, of_weight = (found[:, :, 0] if found.shape[2] == 1 else found.sum(2)).unbind()
     return of_bias, of_weight

@@ -9,13 +9,14 @@ takes less. The Triton code is apart, as triton is there only where a GPU is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from eachgrad.choices import chosen
+from eachgrad.kernels.launching import direct, launch
 from eachgrad.kernels.library import DTYPES, library, new_empty
 
 # A program adds up so many positions of so many numbers at a time. If there would be too few programs to keep the device
@@ -76,12 +77,10 @@ def launched(values: list[Tensor], parts: int = 0) -> Tensor:
     B, T, n = values[0].shape
     (rows, columns, warps, _), parts = tiling(B, T, n), out.shape[2]
     if out.numel():
-        kernel = cast(Any, position_sums_kernel)
-        with torch.cuda.device_of(out):
-            kernel[(-(-n // columns) * parts * B,)](  # of other dimensions a grid has 65,535 at most
-                *given, out, T, -(-T // parts), n, parts, *strides,
-                TWO=len(values) == 2, ROWS=rows, COLUMNS=columns, num_warps=warps,
-            )  # fmt: skip
+        programs = -(-n // columns) * parts * B  # of other dimensions a grid has 65,535 at most
+        constants = {"TWO": len(values) == 2, "ROWS": rows, "COLUMNS": columns}
+        args = (*given, out, T, -(-T // parts), n, parts, *strides)
+        launch(position_sums_kernel, programs, out, args, constants, num_warps=warps)
     return out
 
 
@@ -100,5 +99,6 @@ def _(values: list[Tensor], parts: int = 0) -> Tensor:
 def position_sums(*values: Tensor) -> tuple[Tensor, ...]:
     """sum_t value[:, t] of one or two (B, T, n), in float32: (B, n) for each."""
     _check(values)
-    found = torch.ops.eachgrad.position_sums(list(values), chosen(tiling(*values[0].shape).parts))
+    parts = chosen(tiling(*values[0].shape).parts)
+    found = direct(torch.ops.eachgrad.position_sums, launched, values[0], list(values), parts)
     return (found[:, :, 0] if found.shape[2] == 1 else found.sum(2)).unbind()

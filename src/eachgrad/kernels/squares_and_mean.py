@@ -6,13 +6,12 @@ instead of twice is 1 ms less on an H200. The Triton code is apart, as triton is
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from eachgrad.choices import chosen
+from eachgrad.kernels.launching import direct, launch
 from eachgrad.kernels.library import DTYPES, library, new_empty
 
 NUMBERS = 1 << 14  # of a program's tile: of 16 samples eight a thread, sixteen bytes of bfloat16
@@ -56,13 +55,12 @@ def launched(value: Tensor, samples: int = 0) -> tuple[Tensor, Tensor]:
         return parts, out.zero_()
     # Samples may lie apart, as they do where a product was made of padded matrices and cut.
     value = value if value[0].is_contiguous() else value.contiguous()
-    B, n, kernel = len(value), out.numel(), cast(Any, squares_and_mean_kernel)
+    B, n = len(value), out.numel()
     samples = samples or tile(B)
     if n:
-        with torch.cuda.device_of(out):
-            kernel[(len(parts),)](
-                value, parts, out, B, n, value.stride(0), SAMPLES=samples, BLOCK=NUMBERS // samples, num_warps=WARPS
-            )
+        args = (value, parts, out, B, n, value.stride(0))
+        constants = {"SAMPLES": samples, "BLOCK": NUMBERS // samples}
+        launch(squares_and_mean_kernel, len(parts), out, args, constants, num_warps=WARPS)
     return parts, out
 
 
@@ -79,5 +77,5 @@ def _(value: Tensor, samples: int = 0) -> tuple[Tensor, Tensor]:
 
 def squares_and_mean(value: Tensor) -> tuple[Tensor, Tensor]:
     """|value[i]|^2 of (B, *shape), (B,), and the mean over samples, (*shape), both in float32."""
-    parts, mean = torch.ops.eachgrad.squares_and_mean(value, chosen(tile(len(value))))
+    parts, mean = direct(torch.ops.eachgrad.squares_and_mean, launched, value, value, chosen(tile(len(value))))
     return parts.sum(0), mean

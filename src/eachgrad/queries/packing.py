@@ -21,7 +21,9 @@ from eachgrad.blocks.arithmetic import accumulation_dtype, cast, real_dtype, squ
 from eachgrad.blocks.base import Rough
 from eachgrad.gradient import Gradient, total
 from eachgrad.kernels import many
+from eachgrad.kernels.gram import gram_parts_of_many
 from eachgrad.kernels.joined import joined
+from eachgrad.kernels.launching import is_unwatched
 from eachgrad.kernels.library import DTYPES
 
 SMALL = 1 << 13  # numbers of a gradient that is not worth an op of its own
@@ -159,15 +161,19 @@ class Crossed(Held):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts: dict[int, Tensor] = {}  # by the gradient's id
+        self.parts: dict[int, Tensor] = {}  # by the gradient's id, where a compiler looks on
         self.unit = 0.0
 
     def add(self, gradient: Gradient) -> None:
         super().add(gradient)
-        self.parts[id(gradient)], self.unit = _outer(gradient).parts()
+        block = _outer(gradient)
+        self.unit = block.unit
+        # A compiler frees what nobody reads later, and joins the norms itself (launches.py). Otherwise all have one turn.
+        if not is_unwatched(block.left):
+            self.parts[id(gradient)] = block.parts()
 
     def measured(self, some: list[Gradient]) -> tuple[Tensor, Tensor | None]:
-        found, bound = joined([self.parts[id(gradient)] for gradient in some]).sum(2).unbind()
+        found, bound = (self._joined(some) if self.parts else _crossed_sums(some)).unbind()
 
         def exact(index: Tensor) -> Tensor:
             return total([_outer(gradient).exact(index) for gradient in some])
@@ -175,8 +181,21 @@ class Crossed(Held):
         # What rounding leaves is a share of all terms together, and matters as one of the whole norm.
         return Rough(found, bound, exact, self.unit).settled()
 
+    def _joined(self, some: list[Gradient]) -> Tensor:
+        return joined([self.parts[id(gradient)] for gradient in some]).sum(2)
+
     def sums(self, c: Tensor, index: Tensor | None, wide: bool) -> dict[str, Tensor]:
         return _one_by_one(self.gradients, c, index, wide)
+
+
+def _crossed_sums(gradients: list[Gradient]) -> Tensor:
+    """Squared norms of all together, and the sizes of their terms, by few launches: (2, B)."""
+    kinds: dict[torch.Size, list[Outer]] = {}
+    for gradient in gradients:
+        block = _outer(gradient)
+        kinds.setdefault(block.left.shape[:2], []).append(block)
+    found = [gram_parts_of_many([b.left for b in some], [b.right for b in some]) for some in kinds.values()]
+    return total([parts.sum((0, 3)) for parts in found])
 
 
 def _one_by_one(gradients: list[Gradient], c: Tensor, index: Tensor | None, wide: bool) -> dict[str, Tensor]:
