@@ -13,6 +13,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import eachgrad
 from cases.base import Net, score
+from eachgrad import mixing
+from eachgrad.tags import Owners
 from oracle import assert_same, loop
 
 B, T, d = 4, 3, 6
@@ -303,3 +305,33 @@ def test_an_input_that_may_be_positions_is_not_taken_for_samples(name: str):
     m, x, place = two_layers(body), torch.randn(B, B, d), torch.randn(shape)
     want = loop(m, lambda m, *batch: score(m(*batch)), [(x[i : i + 1], place) for i in range(B)])
     assert_same(answered(m, x, place), want, 1e-10)
+
+
+def test_owners_are_looked_up_where_the_same_is_asked_again(monkeypatch: pytest.MonkeyPatch):
+    """And nothing else is taken for the same: another order, another dimension, other owners, a mask with other values."""
+    monkeypatch.setattr(mixing, "_found", {})
+    t, token = torch.randn(B, T, d), torch.randn(B, 1, d)
+
+    def cat(parts: list[Tensor], dim: int, tag: Any) -> Any:
+        return mixing.follow(torch.cat, (parts, dim), {}, torch.cat(parts, dim), [(t, tag)])
+
+    first = cat([token, t], 1, 0)
+    assert first.table.squeeze(2).tolist() == [[-1, i, i, i] for i in range(B)]
+    assert cat([token.clone(), t], 1, 0) is first
+    assert cat([t, token], 1, 0).table.squeeze(2).tolist() == [[i, i, i, -1] for i in range(B)]
+    other = Owners(torch.tensor(ORDER.tolist()).view(B, 1, 1), B)
+    assert cat([token, t], 1, other).table.squeeze(2).tolist() == [[-1, i, i, i] for i in ORDER.tolist()]
+    assert cat([token.expand(B, 1, d), t], -2, 0).table.tolist() == first.table.tolist()
+
+    x = torch.randn(B, T + 1, d)
+    turned = [mixing.follow(torch.Tensor.transpose, (x, 0, 1), {}, x.transpose(0, 1), [(x, first)]) for _ in range(2)]
+    assert turned[0] is turned[1]
+    assert torch.equal(turned[0].table, first.table.transpose(0, 1))
+    behind = mixing.follow(torch.Tensor.transpose, (x, 0, 2), {}, x.transpose(0, 2), [(x, first)])
+    assert torch.equal(behind.table, first.table.transpose(0, 2))
+
+    both = Owners(torch.tensor([[[-2], [0]]] * B), B, several=True)
+    y = torch.randn(B, 2, d)
+    for gate in (torch.tensor([[1.0], [1.0]]), torch.tensor([[0.0], [1.0]])):
+        found = mixing.follow(torch.mul, (y, gate), {}, y * gate, [(y, both)])
+        assert (found.table == -2).any() == bool(gate.all())

@@ -140,9 +140,12 @@ def depends(out: Any, sources: list[Tensor]) -> bool:
     return any(node in wanted for t in tensors_in(out) if t.requires_grad for node in graph_nodes([t.grad_fn]))
 
 
+_unsafe_view = torch.ops.aten._unsafe_view.default  # to look for the overload takes a third of the time
+
+
 def same(t: Tensor) -> Tensor:
     """`t` by another name, with a node of its own; not a view, so that what happens to `t` later is apart."""
-    return torch.ops.aten._unsafe_view(t, t.shape)
+    return _unsafe_view(t, t.shape)
 
 
 def own_history(out: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._C import _is_any_autocast_enabled
+from torch._C._autograd import _top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 from torch.nn import functional as F
 
 from eachgrad.functions import call_site
@@ -71,6 +72,8 @@ def record(
     use = _use(recorder, func, args, kwargs, [stable.get(key, t) for key, t in originals.items()], out, strong, aliases)
     if others:
         use.source_versions += tuple([version_of(t) for t in others])
+    if use.rule.saved:
+        use.saved = _saved(use.rule.saved, out)
     recorder.add(use)
     return own_history(out)
 
@@ -101,6 +104,15 @@ def _use(
         recorder.ops_so_far, tuple(aliases), frozenset(samples), tuple(versions), tuple(source_versions),
         autocast_of(tap.device.type) if _is_any_autocast_enabled() else None, None, recorder.naming(sources),
     )  # fmt: skip
+
+
+def _saved(names: tuple[str, ...], out: Tensor) -> tuple[Tensor, ...] | None:
+    """What the node of this name keeps of its results; None where another made `out`, or a compiler looks on."""
+    node: Any = out.grad_fn
+    # Of what hooks keep, as a checkpoint does, each tensor may be asked for once.
+    if type(out) is not Tensor or node.name() != names[0] or _top_saved_tensors_default_hooks(False) is not None:
+        return None
+    return tuple([getattr(node, f"_saved_{name}") for name in names[1:]])
 
 
 def _bare(recorder: Recorder, weight: Tensor) -> Tensor:

@@ -111,6 +111,7 @@ class Use:
     autocast: tuple[str, torch.dtype] | None = None
     piece: Piece | None = None  # differentiated as it stands, by no rule
     parameters: Callable[[], list[str]] = field(default=list, repr=False)  # the names of those it is about
+    saved: tuple[Tensor, ...] | None = None  # results that the op's node keeps, if its rule asks for them
     ways: tuple[Node, ...] | None = None  # where the batch goes on below a piece that stays attached as a whole
 
     @property
@@ -126,7 +127,7 @@ class Use:
         """Let go of the tensors: the use has been answered, and is not asked again."""
         self.args, self.kwargs, self.sources, self.aliases = (), {}, (), ()
         self.versions, self.source_versions = (), ()
-        self.piece = None
+        self.piece = self.saved = None
 
     def check_sources(self) -> None:
         """To be called where the values of the parameters are used, and not their shapes alone."""

@@ -70,6 +70,8 @@ def _by_rule(use: Use, g: Tensor, layout: lay.Layout, B: int, create_graph: bool
         answer = _call(rule, g, arguments | {"batch_dim": layout.dim}, create_graph)
         return _folded(_by_source(names, answer), layout.fold)
     front, fold = _to_the_front(rule, g, arguments, layout, B)
+    if rule.saved and front is None and not create_graph:
+        arguments["saved"] = use.saved
     if front is not None:
         arguments |= {n: front(arguments[n]) for n in rule.samples if isinstance(arguments.get(n), Tensor)}
         g = front(g)

@@ -59,7 +59,10 @@ def _over_channels(value: Tensor) -> Dense:
     return Dense(value.flatten(2).sum(2) if value.ndim > 2 else value)
 
 
-@rule(F.layer_norm, torch.layer_norm, lead=_all_but_normalised, values=False)
+_LAYER_NORM = ("NativeLayerNormBackward0", "result1", "result2")  # mean, and one over the deviation
+
+
+@rule(F.layer_norm, torch.layer_norm, lead=_all_but_normalised, values=False, saved=_LAYER_NORM)
 def _layer_norm(
     g: Tensor,
     input: Tensor,
@@ -68,11 +71,12 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     cudnn_enable: bool = True,
+    saved: tuple[Tensor, ...] | None = None,
 ) -> dict[str, Block]:
     wide = input.to(torch.promote_types(input.dtype, g.dtype)) if on_gpu(g) else input
     many = not _is_followed(g, input) and _are_many(normalized_shape, g, wide)
     if many or is_fused(g, input):
-        _, mean, scale = torch.native_layer_norm(wide, normalized_shape, weight, bias, eps)
+        mean, scale = saved or torch.native_layer_norm(wide, normalized_shape, weight, bias, eps)[1:]
         if many:
             of_bias, of_weight = _sums(normalized_shape, g, wide, mean, scale)
             return {"weight": of_weight, "bias": of_bias}
@@ -83,17 +87,18 @@ def _layer_norm(
     return {"weight": of_weight, "bias": of_bias}
 
 
-@rule(F.rms_norm, torch.rms_norm, lead=_all_but_normalised, values=False)
+@rule(F.rms_norm, torch.rms_norm, lead=_all_but_normalised, values=False, saved=("FusedRmsNormBackward0", "result1"))
 def _rms_norm(
     g: Tensor,
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
+    saved: tuple[Tensor, ...] | None = None,
 ) -> dict[str, Block]:
     if eps is not None and not _is_followed(g, input) and _are_many(normalized_shape, g, input):
         own = weight if weight is not None and weight.dtype == input.dtype else None
-        _, scale = torch.ops.aten._fused_rms_norm(input, list(normalized_shape), own, eps)
+        (scale,) = saved or torch.ops.aten._fused_rms_norm(input, list(normalized_shape), own, eps)[1:]
         return {"weight": _sums(normalized_shape, g, input, None, scale)[1]}
     normal = F.rms_norm(input, normalized_shape, None, eps)
     return {"weight": _over_positions(normalized_shape, g * normal)[0]}

@@ -28,6 +28,7 @@ class Rule:
     lead: Lead
     values: bool = True
     run: Callable[..., Tensor] | None = None
+    saved: tuple[str, ...] = ()
 
     @cached_property
     def signature(self) -> inspect.Signature:
@@ -138,6 +139,7 @@ def rule(
     lead: Lead = _first_dimension,
     values: bool = True,
     run: Callable[..., Tensor] | None = None,
+    saved: tuple[str, ...] = (),
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Register `f(g, *arguments of the op) -> {argument name: Block}` for each of `ops`.
 
@@ -148,12 +150,14 @@ def rule(
     called. A rule with a keyword `batch_dim` gets everything as it was, and the dimension of `g` along
     which the samples lie. `values=False` says that the rule reads no parameter's values, so that they may
     change between the forward and the query. `run` computes the op while it is recorded, if something is faster than the
-    op itself for parameters that ask for no gradient. Any other layout is answered as well, exactly, by a loop over samples.
+    op itself for parameters that ask for no gradient. `saved` names a node of autograd and results that it keeps of the
+    forward, for a rule whose last argument is `saved`: a tuple of them, or None where they are not at hand. Any other layout
+    is answered as well, exactly, by a loop over samples.
     """
 
     def register(function: RuleFunction) -> RuleFunction:
         for op in ops:
-            RULES[as_called(op)] = Rule(function, samples, lead, values, run)
+            RULES[as_called(op)] = Rule(function, samples, lead, values, run, saved)
         return function
 
     return register

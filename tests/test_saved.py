@@ -1,0 +1,68 @@
+"""A norm's rule takes the statistics that autograd keeps of the forward, where they are at hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import eachgrad
+from eachgrad.rules import norm
+from oracle import loop
+
+B = 4
+
+
+class Model(nn.Module):
+    """Two norms; the first one's samples may lie along dimension 1, the second runs in a checkpoint if that is asked for."""
+
+    def __init__(self, turned: bool = False, checkpointed: bool = False):
+        super().__init__()
+        self.first, self.norm, self.again = nn.Linear(6, 8), nn.LayerNorm(8), nn.LayerNorm(8)
+        self.turned, self.checkpointed = turned, checkpointed
+        for layer in (self.norm, self.again):
+            nn.init.normal_(layer.weight)
+            nn.init.normal_(layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h = self.norm(h.transpose(0, 1)).transpose(0, 1) if self.turned else self.norm(h)
+        return checkpoint(self.again, h.tanh(), use_reentrant=False) if self.checkpointed else self.again(h.tanh())
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As on a GPU, where a kernel adds up what a norm's parameters get; how often statistics were computed for it."""
+    monkeypatch.setattr(norm, "on_gpu", lambda t: True)
+    monkeypatch.setattr(norm, "are_many", lambda *values: True)
+    calls, own = [], torch.native_layer_norm
+    monkeypatch.setattr(torch, "native_layer_norm", lambda *args: calls.append(1) or own(*args))
+    return calls
+
+
+def losses(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) * torch.arange(8.0).to(x.dtype)).square().sum((1, 2))
+
+
+@pytest.mark.parametrize("asked", ["backward", "ask"])
+@pytest.mark.parametrize(("options", "anew"), [({}, 0), ({"turned": True}, 1), ({"checkpointed": True}, 1)])
+def test_statistics_are_those_of_the_forward(options: dict[str, bool], anew: int, asked: str, computed: list[int]):
+    torch.manual_seed(0)
+    model, x = Model(**options), torch.randn(B, 5, 6)
+    x[1] += 100.0  # a mean that is far from zero
+    for _ in range(3):
+        computed.clear()
+        with eachgrad.record(model) as tape:
+            found = losses(model, x)
+        if asked == "ask":
+            answer = tape.ask(found, grad=eachgrad.weighted_sum(torch.arange(1.0, B + 1))).grad
+        else:
+            answer = tape.backward(found).weighted_sum(torch.arange(1.0, B + 1))
+        assert len(computed) == anew
+    wide = Model(**options).double()
+    wide.load_state_dict(model.state_dict())
+    rows = loop(wide, losses, [(x[i : i + 1].double(),) for i in range(B)])
+    for name, value in rows.items():
+        want = torch.tensordot(torch.arange(1.0, B + 1).double(), value, 1)
+        assert (answer[name] - want).norm() <= 1e-5 * want.norm(), name
