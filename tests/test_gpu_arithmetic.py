@@ -9,6 +9,7 @@ from torch.nn import functional as F
 import eachgrad
 from eachgrad import plan
 from eachgrad.blocks import Dense, Geometry, Outer, Patches, Rows, Sum, arithmetic, outer, patches, windows
+from eachgrad.rules import convolution as convolution_rule
 from eachgrad.rules import norm
 
 B = 6
@@ -208,3 +209,42 @@ def test_a_clipped_sum_allows_for_products_in_tf32(precision):
     sizes = (block.left.norm(dim=2) * block.right.norm(dim=2)).sum(1)
     assert bool((spread.sqrt() >= unit * squares.sqrt() * (1 - 1e-5)).all())
     assert bool((spread.sqrt() <= unit * sizes).all())
+
+
+@pytest.mark.parametrize("kernel", [(1, 1), (3, 3), (5, 2)])
+@pytest.mark.parametrize("stride", [(1, 1), (2, 3)])
+@pytest.mark.parametrize("padding", [((0, 0), (0, 0)), ((1, 1), (1, 1)), ((1, 2), (0, 0)), ((4, 4), (1, 1))])
+@pytest.mark.parametrize("dilation", [(1, 1), (2, 1)])
+def test_windows_by_a_pooling(kernel, stride, padding, dilation, monkeypatch):
+    """Where torch's pooling has the same windows it is asked, and the sums are the same."""
+    geometry, x = Geometry(kernel, stride, padding, dilation, 1), torch.randn(2, 1, 9, 10, dtype=torch.float64)
+    sides = zip((9, 10), kernel, stride, padding, dilation, strict=True)
+    out = torch.Size((n + sum(pair) - d * (k - 1) - 1) // s + 1 for n, k, s, pair, d in sides)
+    want, asked, own = geometry.windows(x, out), [], F.avg_pool2d
+    monkeypatch.setattr(windows, "is_unwatched", lambda t: True)
+    monkeypatch.setattr(F, "avg_pool2d", lambda *args, **options: asked.append(1) or own(*args, **options))
+    torch.testing.assert_close(geometry.windows(x, out), want, rtol=1e-12, atol=1e-12)
+    even = all(a == b and 2 * a <= k for (a, b), k in zip(padding, kernel, strict=True))
+    assert bool(asked) is (even and dilation == (1, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_convolutions_with_channels_last(dtype, monkeypatch):
+    """Eagerly on a GPU a convolution's factors lie as its kernels read them, and the numbers are the same."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, 2, 1), torch.nn.Tanh(), torch.nn.Conv2d(8, 5, 3)).to(dtype)
+    x, found = torch.randn(B, 3, 9, 11).to(dtype), []
+    for unwatched in (False, True):
+        for module in (convolution_rule, patches, windows):
+            monkeypatch.setattr(module, "is_unwatched", lambda t, unwatched=unwatched: unwatched)
+        with eachgrad.record(model) as tape:
+            losses = model(x).float().square().sum((1, 2, 3))
+        grads = tape.backward(losses)
+        blocks = [grads[name].block for name in ("0.weight", "2.weight")]
+        last = [b.g[:, 0].is_contiguous(memory_format=torch.channels_last) for b in blocks]
+        assert last == [unwatched and dtype == torch.bfloat16] * 2
+        found.append((grads.norms(), grads.clipped_sum(0.5)))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=0)
+    for name, value in found[0][1].items():
+        gap = (found[1][1][name].double() - value.double()).norm()
+        assert gap <= (2e-3 if dtype == torch.bfloat16 else 1e-6) * value.double().norm()

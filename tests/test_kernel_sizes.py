@@ -9,9 +9,20 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from eachgrad.kernels import convolution, entropy, gram, joined, many, norm_sums, positions, signals, squares_and_mean
+from eachgrad.kernels import (
+    channel_sums,
+    convolution,
+    entropy,
+    gram,
+    joined,
+    many,
+    norm_sums,
+    positions,
+    signals,
+    squares_and_mean,
+)
 
-MODULES = (convolution, entropy, gram, joined, many, norm_sums, positions, signals, squares_and_mean)
+MODULES = (channel_sums, convolution, entropy, gram, joined, many, norm_sums, positions, signals, squares_and_mean)
 B, T, n = 17, 40, 24
 WINDOW = ([3, 3], [1, 1], [1, 1], [1, 1])
 half = torch.bfloat16
@@ -27,6 +38,10 @@ def rows(count, dtype=half):
 
 ops = torch.ops.eachgrad
 ASKED = {
+    "channel_sums": (
+        ops.channel_sums,
+        lambda: [*(torch.empty(B, 16, 40) for _ in range(2)), *(torch.empty(B, 4) for _ in range(2))],
+    ),
     "conv_squares": (lambda x, g: ops.conv_squares(x, g, *WINDOW), maps),
     "conv_gradients": (lambda x, g: ops.conv_gradients(x, g, *WINDOW), maps),
     "conv_sum": (lambda x, g: ops.conv_sum(x, g, *WINDOW), maps),

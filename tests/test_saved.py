@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import eachgrad
 from eachgrad.rules import norm
-from oracle import loop
+from oracle import assert_same, loop
 
 B = 4
 
@@ -63,6 +63,48 @@ def test_statistics_are_those_of_the_forward(options: dict[str, bool], anew: int
     wide = Model(**options).double()
     wide.load_state_dict(model.state_dict())
     rows = loop(wide, losses, [(x[i : i + 1].double(),) for i in range(B)])
-    for name, value in rows.items():
-        want = torch.tensordot(torch.arange(1.0, B + 1).double(), value, 1)
-        assert (answer[name] - want).norm() <= 1e-5 * want.norm(), name
+    c = torch.arange(1.0, B + 1).double()
+    assert_same(answer, {name: torch.tensordot(c, value, 1) for name, value in rows.items()}, 1e-5)
+
+
+class Maps(nn.Module):
+    def __init__(self, checkpointed: bool = False):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(3, 6, 3), nn.GroupNorm(2, 6), nn.Linear(6, 8)
+        self.flat = nn.GroupNorm(1, 8)  # of no positions
+        self.checkpointed = checkpointed
+        for layer in (self.norm, self.flat):
+            nn.init.normal_(layer.weight)
+            nn.init.normal_(layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h = checkpoint(self.norm, h, use_reentrant=False) if self.checkpointed else self.norm(h)
+        return self.flat(self.last(h.tanh().mean((2, 3))))
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_groups_of_channels(checkpointed: bool, channels_last: bool, monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    calls, own = [], norm.channel_sums
+    monkeypatch.setattr(norm, "is_unwatched", lambda t: True)
+    monkeypatch.setattr(norm, "channel_sums", lambda *args: calls.append(1) or own(*args))
+    model, x = Maps(checkpointed), torch.randn(B, 3, 7, 6)
+    x[1] += 3.0
+    x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
+
+    def losses(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x) * torch.arange(8.0).to(x.dtype)).square().sum(1)
+
+    c = torch.arange(1.0, B + 1)
+    for _ in range(3):
+        calls.clear()
+        with eachgrad.record(model) as tape:
+            found = losses(model, x)
+        answer = tape.ask(found, grad=eachgrad.weighted_sum(c)).grad
+        assert len(calls) == (not checkpointed)
+    wide = Maps(checkpointed).double()
+    wide.load_state_dict(model.state_dict())
+    rows = loop(wide, losses, [(x[i : i + 1].double(),) for i in range(B)])
+    assert_same(answer, {name: torch.tensordot(c.double(), value, 1) for name, value in rows.items()}, 1e-5)

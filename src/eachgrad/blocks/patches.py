@@ -25,6 +25,7 @@ from eachgrad.blocks.outer import Outer, bound_of
 from eachgrad.blocks.windows import Geometry
 from eachgrad.dtypes import accumulation_dtype
 from eachgrad.kernels.convolution import conv_gradients, conv_squares, conv_sum
+from eachgrad.kernels.launching import is_unwatched
 
 # An element added to a Gram, against a multiplication in a matrix product. On one core over 140 shapes (C 8 to 256,
 # p 16 to 256, maps of 16 to 256 positions) the choice made with 2 to 6 took 0.5% more time than the best of both.
@@ -92,7 +93,8 @@ class Patches(Block):
     def _norms(self) -> plan.Route:
         """The cheapest way to |g[i]|^2."""
         (B, p, K), T, item = self.sizes(), self.positions, self.dtype.itemsize
-        if self._implicit and T >= MANY:
+        # With no compiler to join them, the many windows of a Gram take longer to start than all else to run.
+        if self._implicit and (T >= MANY or is_unwatched(self.g)):
             return plan.Route("implicit", 2 * B * T * p * K, 0, "nothing is unfolded")
         if self.geometry.groups > 1:
             return plan.Route("direct", 2 * B * T * p * K, min(B, self._step()) * self._unfolded() * item, "groups")

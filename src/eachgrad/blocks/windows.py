@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eachgrad.blocks.arithmetic import on_gpu, products
+from eachgrad.kernels.launching import is_unwatched
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,19 @@ class Geometry:
         spare = [n - reach for n, reach in zip(padded, self._reach(out), strict=True)]
         return all(n < s for n, s in zip(spare, self.stride, strict=True))
 
+    def _as_torch_pools(self, spatial: torch.Size, out: torch.Size) -> bool:
+        """Whether a pooling of torch's, which pads both sides alike and by no more than half, has these windows."""
+        if set(self.dilation) != {1} or any(2 * a > k for (a, _), k in zip(self.padding, self.kernel, strict=True)):
+            return False
+        return self._as_torch_pads(spatial, out)
+
     def windows(self, x: Tensor, out: torch.Size) -> Tensor:
         """(..., *spatial) -> (..., *out): the sum of what each output reads."""
+        if len(out) == 2 and is_unwatched(x) and self._as_torch_pools(x.shape[-2:], out):
+            flat = x.reshape(-1, 1, *x.shape[-2:])
+            sides = [pair[0] for pair in self.padding]
+            pooled = F.avg_pool2d(flat, self.kernel, self.stride, sides, divisor_override=1)
+            return pooled.view(*x.shape[:-2], *out)
         first = x.ndim - len(out)
         for dim, size in enumerate(out):
             k, shifts = first + dim, self._shifts(dim, x.shape[first + dim], size)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from eachgrad.blocks import Block, Dense, Geometry, Patches
 from eachgrad.blocks.arithmetic import cast
 from eachgrad.dtypes import accumulation_dtype
+from eachgrad.kernels.launching import is_unwatched
 from eachgrad.rules.registry import NeedsLoop, rule
 
 Size = int | Sequence[int]
@@ -54,8 +56,11 @@ def _convolution(
 ) -> dict[str, Block]:
     if input.ndim != weight.ndim:  # a single map without a batch dimension
         raise NeedsLoop
-    x = cast(input, g.dtype).conj().unsqueeze(1)
     where = geometry(weight, stride, padding, dilation, groups)
+    if g.ndim == 4 and groups == 1 and g.dtype == torch.bfloat16 and is_unwatched(g) and not input.requires_grad:
+        # As the kernels of `Patches` read them: once for all that is asked, and of an input that is cast anyway at no cost.
+        input, g = (t.to(g.dtype, memory_format=torch.channels_last) for t in (input, g))
+    x = cast(input, g.dtype).conj().unsqueeze(1)
     return {"weight": Patches(x, g.unsqueeze(1), where), **_bias(g, bias)}
 
 

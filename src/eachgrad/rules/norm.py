@@ -11,6 +11,9 @@ from torch.nn import functional as F
 
 from eachgrad.blocks import Block, Dense
 from eachgrad.blocks.arithmetic import are_many, is_traced, on_gpu, over_positions
+from eachgrad.kernels.channel_sums import channel_sums
+from eachgrad.kernels.launching import is_unwatched
+from eachgrad.kernels.library import DTYPES
 from eachgrad.kernels.norm_sums import norm_sums
 from eachgrad.rules.registry import Arguments, composite, rule
 
@@ -104,7 +107,10 @@ def _rms_norm(
     return {"weight": _over_positions(normalized_shape, g * normal)[0]}
 
 
-@rule(F.group_norm, torch.group_norm, values=False)
+_GROUP_NORM = ("NativeGroupNormBackward0", "result1", "result2")
+
+
+@rule(F.group_norm, torch.group_norm, values=False, saved=_GROUP_NORM)
 def _group_norm(
     g: Tensor,
     input: Tensor,
@@ -113,7 +119,13 @@ def _group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
+    saved: tuple[Tensor, ...] | None = None,
 ) -> dict[str, Block]:
+    suits = g.ndim > 2 and {g.dtype, input.dtype} <= {*DTYPES} and not _is_followed(g, input)
+    if saved is not None and suits and is_unwatched(g):
+        mean, scale = (t.to(torch.float32) for t in saved)
+        of_bias, of_weight = channel_sums(g.flatten(2), input.flatten(2), mean, scale)
+        return {"weight": Dense(of_weight), "bias": Dense(of_bias)}
     wide = input.to(torch.promote_types(input.dtype, g.dtype)) if on_gpu(g) else input
     if is_fused(g, input):
         wide = wide.contiguous()  # or a GPU's op refuses it
