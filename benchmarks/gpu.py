@@ -1,7 +1,7 @@
 """A training step with an answer about each sample, on a GPU: time and memory beside plain, compiled PyTorch.
 
     python benchmarks/gpu.py [--models gpt2 vit] [--contenders plain_compiled eachgrad_compiled] [--work norms]
-                             [--dtype fp32] [--rounds 10] [--budget SECONDS] [--json FILE.json] [--tiny]
+                             [--dtype fp32] [--rounds 10] [--turns FILE] [--budget SECONDS] [--json FILE.json] [--tiny]
 
 "private" is a step that clips each sample to norm 1, sums, adds noise and updates; "norms" is an ordinary step that
 gives the norm of each sample as well. All contenders share one compiled update. Every round times every contender,
@@ -29,7 +29,7 @@ from typing import TypeVar
 
 import torch
 from gpu_contenders import CONTENDERS, Contender, Found, Task, vmap_chunked
-from gpu_entrant import Entrant, Row, Truth, Update, clean, compared, on_gpu, update
+from gpu_entrant import Entrant, Row, Truth, Turns, Update, clean, compared, on_gpu, update
 from gpu_models import MODELS
 from timing import ratio, write
 
@@ -103,10 +103,14 @@ class Race:
                 size //= 2
                 self.enter(vmap_chunked(size))
 
-    def run(self) -> dict[str, Row]:
-        """{contender: its figures, or its error}."""
+    def warm(self) -> None:
+        """Everything before the clock."""
         self.enter_all()
         self.truth = None
+        clean()
+
+    def time(self) -> dict[str, Row]:
+        """{contender: its figures, or its error}."""
         for done in range(self.options.rounds):
             if done >= ENOUGH and late(self.options):
                 break
@@ -240,6 +244,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--work", default="private", choices=["private", "norms"])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--budget", type=float, help="seconds after which nothing new is begun")
+    parser.add_argument("--turns", type=Path, help="a file by which several processes agree on who measures")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tiny", action="store_true", help="small models, for a smoke test")
     parser.add_argument("--backend", help="of torch.compile; inductor, and aot_eager with --tiny")
@@ -263,7 +268,7 @@ def prepare(options: argparse.Namespace) -> None:
 def main() -> None:
     options = parsed()
     prepare(options)
-    facts, results = about(options), {}
+    facts, results, turns = about(options), {}, Turns(options.turns)
 
     def say(text: str) -> None:
         print(f"[{time.perf_counter() - options.start:6.1f} s] {text}", flush=True)
@@ -276,7 +281,12 @@ def main() -> None:
         if late(options):
             results[name] = {contender: {"error": SPENT} for contender in options.contenders}
             continue
-        results[name] = Race(name, options, say).run()
+        with turns.beside_others():
+            race = Race(name, options, say)
+            race.warm()
+        with turns.alone():
+            results[name] = race.time()
+        del race
         print("\n".join(line(name, *item) for item in results[name].items()), flush=True)
         write(options.json, facts | {"results": results})
         torch._dynamo.reset()

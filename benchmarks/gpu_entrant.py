@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import fcntl
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +45,41 @@ def update(parameters: list[Tensor], grads: list[Tensor], noisy: bool) -> None:
 
 def on_gpu() -> bool:
     return torch.cuda.is_available()
+
+
+def sync() -> None:
+    if on_gpu():
+        torch.cuda.synchronize()
+
+
+class Turns:
+    """Lets several processes warm up side by side, each measuring alone: by a lock on a file that all of them name."""
+
+    def __init__(self, path: Path | None):
+        self.file = path and path.open("w")
+
+    @contextmanager
+    def beside_others(self) -> Iterator[None]:
+        with self._locked(fcntl.LOCK_SH):
+            yield
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._locked(fcntl.LOCK_EX):
+            yield
+            sync()
+
+    @contextmanager
+    def _locked(self, how: int) -> Iterator[None]:
+        if self.file is None:
+            yield
+            return
+        sync()
+        fcntl.flock(self.file, how)
+        try:
+            yield
+        finally:
+            fcntl.flock(self.file, fcntl.LOCK_UN)
 
 
 def clean() -> None:

@@ -29,9 +29,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / ".peers"))
 
 from gpu import about, late, prepare, quartiles, reason
 from gpu_contenders import Task
-from gpu_entrant import Row, clean, on_gpu
+from gpu_entrant import Row, Turns, clean, on_gpu
 from gpu_models import MODELS
-from private_runner import Runner, Steps, Turns
+from private_runner import Runner, Steps
 from private_steps import OPTIMIZERS, Drawn, Plain, Private, Trainer, Training, data_for
 from timing import ratio, write
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import copy
-import fcntl
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -20,7 +19,7 @@ from unittest.mock import patch
 import torch
 from gpu import eager, in_float32
 from gpu_contenders import Task
-from gpu_entrant import Before, Row, Truth, compared, on_gpu, taken
+from gpu_entrant import Before, Row, Truth, compared, on_gpu, sync, taken
 from private_steps import OPTIMIZERS, Private, Trainer, Training
 
 from eachgrad.kernels.signals import Slot
@@ -79,11 +78,6 @@ class Parts:
         """The parts of a step that took `total`, with the rest of it as "other"; the count begins anew."""
         found, self.seconds = self.seconds, {}
         return found | {"other": total - sum(found.values())}
-
-
-def sync() -> None:
-    if on_gpu():
-        torch.cuda.synchronize()
 
 
 def seconds(step: Callable[[], object], times: int) -> list[float]:
@@ -202,36 +196,6 @@ class Runner:
                 self.row |= checked(self.trainer)
             except torch.OutOfMemoryError:
                 self.row |= {"deviation": None, "deviation_of_eager": None, "right": False}
-
-
-class Turns:
-    """Lets several processes warm up side by side, each measuring alone: by a lock on a file that all of them name."""
-
-    def __init__(self, path: Path | None):
-        self.file = path and path.open("w")
-
-    @contextmanager
-    def beside_others(self) -> Iterator[None]:
-        with self._locked(fcntl.LOCK_SH):
-            yield
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        with self._locked(fcntl.LOCK_EX):
-            yield
-            sync()
-
-    @contextmanager
-    def _locked(self, how: int) -> Iterator[None]:
-        if self.file is None:
-            yield
-            return
-        sync()
-        fcntl.flock(self.file, how)
-        try:
-            yield
-        finally:
-            fcntl.flock(self.file, fcntl.LOCK_UN)
 
 
 def allocated() -> int:
