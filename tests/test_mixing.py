@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import eachgrad
 from cases.base import Net, score
 from eachgrad import mixing
-from eachgrad.tags import Owners
+from eachgrad.signature import looked_at
+from eachgrad.tags import Loose, Owners
+from eachgrad.tensors import Tensors
 from oracle import assert_same, loop
 
 B, T, d = 4, 3, 6
@@ -308,30 +311,49 @@ def test_an_input_that_may_be_positions_is_not_taken_for_samples(name: str):
 
 
 def test_owners_are_looked_up_where_the_same_is_asked_again(monkeypatch: pytest.MonkeyPatch):
-    """And nothing else is taken for the same: another order, another dimension, other owners, a mask with other values."""
-    monkeypatch.setattr(mixing, "_found", {})
+    """And nothing else is taken for the same: another order, another dimension, other owners, a gate with other values."""
+    monkeypatch.setattr(mixing, "FOUND", {})
+    asked, own = [], mixing.follow
+    monkeypatch.setattr(mixing, "follow", lambda func, *rest: asked.append(func) or own(func, *rest))
+
+    def tag_of(func: Callable, args: tuple, tags: dict[int, Any]) -> Any:
+        """The tag of the result; `tags`: of which arguments, by their place among all tensors."""
+        tensors = Tensors({}, [])
+        given, call = looked_at(args, {})
+        tensors._tags = {id(given[k]): (weakref.ref(given[k]), tag) for k, tag in tags.items()}
+        out = func(*args)
+        tensors.follow(func, args, {}, out, given, call)
+        return tensors.tag(out)
+
     t, token = torch.randn(B, T, d), torch.randn(B, 1, d)
-
-    def cat(parts: list[Tensor], dim: int, tag: Any) -> Any:
-        return mixing.follow(torch.cat, (parts, dim), {}, torch.cat(parts, dim), [(t, tag)])
-
-    first = cat([token, t], 1, 0)
+    first = tag_of(torch.cat, ([token, t], 1), {1: 0})
     assert first.table.squeeze(2).tolist() == [[-1, i, i, i] for i in range(B)]
-    assert cat([token.clone(), t], 1, 0) is first
-    assert cat([t, token], 1, 0).table.squeeze(2).tolist() == [[i, i, i, -1] for i in range(B)]
+    assert tag_of(torch.cat, ([token.clone(), t.clone()], 1), {1: 0}) is first
+    assert len(asked) == 1
+    assert tag_of(torch.cat, ([t, token], 1), {0: 0}).table.squeeze(2).tolist() == [[i, i, i, -1] for i in range(B)]
     other = Owners(torch.tensor(ORDER.tolist()).view(B, 1, 1), B)
-    assert cat([token, t], 1, other).table.squeeze(2).tolist() == [[-1, i, i, i] for i in ORDER.tolist()]
-    assert cat([token.expand(B, 1, d), t], -2, 0).table.tolist() == first.table.tolist()
+    assert tag_of(torch.cat, ([token, t], 1), {1: other}).table.squeeze(2).tolist() == [
+        [-1, i, i, i] for i in ORDER.tolist()
+    ]
+    assert tag_of(torch.cat, ([t, t.clone()], 1), {0: 0, 1: 0}) == 0
+    assert tag_of(torch.cat, ([t, t.clone()], 1), {0: 0}).table.squeeze(2).tolist() == [
+        [i] * T + [-1] * T for i in range(B)
+    ]
 
     x = torch.randn(B, T + 1, d)
-    turned = [mixing.follow(torch.Tensor.transpose, (x, 0, 1), {}, x.transpose(0, 1), [(x, first)]) for _ in range(2)]
+    turned = [tag_of(torch.Tensor.transpose, (x, 0, 1), {0: first}) for _ in range(2)]
     assert turned[0] is turned[1]
     assert torch.equal(turned[0].table, first.table.transpose(0, 1))
-    behind = mixing.follow(torch.Tensor.transpose, (x, 0, 2), {}, x.transpose(0, 2), [(x, first)])
-    assert torch.equal(behind.table, first.table.transpose(0, 2))
+    assert torch.equal(tag_of(torch.Tensor.transpose, (x, 0, 2), {0: first}).table, first.table.transpose(0, 2))
+    # An input that may have no samples, and one that has, lie alike.
+    assert type(tag_of(torch.relu, (t,), {0: Loose(0)})) is Loose
+    assert type(tag_of(torch.relu, (t,), {0: 0})) is int
+    assert type(tag_of(torch.relu, (t,), {0: Loose(0)})) is Loose
 
-    both = Owners(torch.tensor([[[-2], [0]]] * B), B, several=True)
-    y = torch.randn(B, 2, d)
+    # What samples have met in, and a number by which all is multiplied, are looked at each time.
+    both, y = Owners(torch.tensor([[[-2], [0]]] * B), B, several=True), torch.randn(B, 2, d)
     for gate in (torch.tensor([[1.0], [1.0]]), torch.tensor([[0.0], [1.0]])):
-        found = mixing.follow(torch.mul, (y, gate), {}, y * gate, [(y, both)])
-        assert (found.table == -2).any() == bool(gate.all())
+        assert (tag_of(torch.mul, (y, gate), {0: both}).table == -2).any() == bool(gate.all())
+    for gate in (1.0, 0.0, 1.0):
+        assert (tag_of(torch.mul, (x, torch.tensor(gate)), {0: first}) is None) == (not gate)
+        assert (tag_of(torch.mul, (x, gate), {0: first}) is None) == (not gate)

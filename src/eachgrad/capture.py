@@ -14,7 +14,7 @@ a candidate and stays attached; the gradients decide afterwards whether its outp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -113,7 +113,7 @@ class Recorder(TorchFunctionMode):
             strong = any(tensors.is_strong(t) for t in found)
             if strong:
                 self.signature.add(func, args, kwargs, found, tuple(map(tensors.number, found)), call)
-            return self._passed(func, args, kwargs, found, strong)
+            return self._passed(func, args, kwargs, found, strong, call)
         if foreign.is_inside_transform():
             self.signature.value = None
             return foreign.record_inside(self, func, args, kwargs, found)
@@ -125,13 +125,13 @@ class Recorder(TorchFunctionMode):
         if special and func in refusals.CHECKED:
             refusals.CHECKED[func](self, func, args, kwargs)
         if not carriers and strong:
-            return self._passed(func, args, kwargs, found, strong)
+            return self._passed(func, args, kwargs, found, strong, call)
         with tensors.watched():
-            return self._carried(func, args, kwargs, found, carriers, strong)
+            return self._carried(func, args, kwargs, found, carriers, strong, call)
 
     def _carried(
         self, func: Callable, args: tuple, kwargs: dict, found: list[Tensor], carriers: list[tuple[Tensor, str]],
-        strong: bool,
+        strong: bool, call: Hashable,
     ) -> Any:  # fmt: skip
         """An op with parameters, or with what is derived from some, among its arguments."""
         weak = False
@@ -148,7 +148,7 @@ class Recorder(TorchFunctionMode):
                     if kind == "pure" or recording.may_be_spread(func, args, kwargs, t)
                 ]
         if not carriers or not (strong or weak):
-            return self._passed(func, args, kwargs, found, strong)
+            return self._passed(func, args, kwargs, found, strong, call)
         sources = [t for t, _ in carriers]
         out = self._met(func, args, kwargs, found, sources, strong)
         if out is NotImplemented and self.fallback != "refuse":
@@ -156,9 +156,9 @@ class Recorder(TorchFunctionMode):
         if out is not NotImplemented:
             if strong:
                 self.tensors.mark_strong(out)
-            self.tensors.follow(func, args, kwargs, out, found)
+            self.tensors.follow(func, args, kwargs, out, found, call)
             return out
-        out = self._passed(func, args, kwargs, found, strong)
+        out = self._passed(func, args, kwargs, found, strong, call)
         refused = [t for t, kind in carriers if kind == "pure"]
         if strong and refused and depends(out, refused):
             refusals.refuse_op(self, func, refused[0])
@@ -166,14 +166,16 @@ class Recorder(TorchFunctionMode):
             self.without_rule.update(dict.fromkeys(self.tensors.names_of(t), f"{op_name(func)} at {self.place()}"))
         return out
 
-    def _passed(self, func: Callable, args: tuple, kwargs: dict, found: list[Tensor], strong: bool) -> Any:
+    def _passed(
+        self, func: Callable, args: tuple, kwargs: dict, found: list[Tensor], strong: bool, call: Hashable
+    ) -> Any:
         out = func(*args, **kwargs)
         if func is torch.Tensor.__iter__:
             out = list(out)
             if strong:
                 self.tensors.mark_strong(out)
             return iter(out)
-        self.tensors.follow(func, args, kwargs, out, found)
+        self.tensors.follow(func, args, kwargs, out, found, call)
         if strong:
             self._ops.append(getattr(func, "__name__", ""))
             self.tensors.mark_strong(out)

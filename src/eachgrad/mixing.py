@@ -8,7 +8,7 @@ where several come together this is remembered. Where they are lost from sight n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from eachgrad import meets, moves
 from eachgrad.tags import (
-    Known,
     Loose,
     Mixed,
     Owners,
@@ -51,66 +50,43 @@ def follow(func: Callable, args: tuple, kwargs: dict, out: Any, tagged: Tagged) 
     if loose and loose < len(known):
         known = [(t, tag) for t, tag in known if type(tag) is not Loose]
     try:
-        key = _key(rule, func, args, kwargs, first, known)
-        if key is None or (found := _found.get(key, _UNKNOWN)) is _UNKNOWN:
-            found = rule(func, args, kwargs, out, first, known)
-            if key is not None:
-                _remember(key, found)
+        found = rule(func, args, kwargs, out, first, known)
     except UNFORESEEN:
         return None
     return _loosened(found) if loose == len(known) else found
 
 
-# Of calls with tables of owners: a model asks the same again at every step. Such a table of ViT-B/16, in whose first block
-# the class token is nobody's, took an H200's host 0.3 ms to compare with itself.
-_UNKNOWN: Any = object()
-_REMEMBERED, _LARGEST = 512, 1 << 16  # calls, and elements of a table
-_found: dict[Hashable, Tag | list[Tag]] = {}
+# Tags that were found before: a model asks the same at every step, and most of that is said faster than it is found again.
+# Whose the class token of ViT-B/16 is, until the others have met it, took an H200's host 0.3 ms an op.
+FOUND: dict[Hashable, Tag] = {}
+_REMEMBERED, _LARGEST = 4096, 1 << 16  # calls, and elements of a table
 
 
-def _remember(key: Hashable, found: Tag | list[Tag]) -> None:
-    each = found if isinstance(found, list) else [found]
-    if all(tag is None or isinstance(tag, int) or _is_small(tag) for tag in each):
-        if len(_found) >= _REMEMBERED:
-            _found.clear()
-        _found[key] = found
+def key_of(func: Callable, call: Hashable, tags: Sequence[Tag], out: Tensor) -> Hashable:
+    """A call whose tensors have these tags, None where one has none. `call`: its arguments as `signature.looked_at` has them.
 
-
-def _is_small(tag: Tag) -> bool:
-    return isinstance(tag, Owners) and not tag.several and tag.table.numel() <= _LARGEST
-
-
-def _key(rule: Callable, func: Callable, args: tuple, kwargs: dict, first: Tensor, known: Known) -> Hashable:
-    """All that the rule's answer depends on, where that is no tensor's values; None: it is to be asked.
-
-    A table of owners stands for itself, as it is never changed; where the same call has made it, it is the same one.
+    A table of owners stands for itself: it is never changed, and the same call has made the same one.
     """
-    if rule is not moves.put_together and all(isinstance(tag, int) for _, tag in known):
-        return None  # which takes less than this
-    if rule not in _BY_SHAPES or not all(isinstance(tag, int) or _is_small(tag) for _, tag in known):
-        return None
-    tags = {id(t): tag for t, tag in known}
-    given = _described((args, kwargs), tags, untagged=rule is not meets.elementwise)
-    return None if given is None else (rule, func, given, first.shape, tuple([(t.shape, tag) for t, tag in known]))
+    return func, call, tuple([(Loose, tag) if type(tag) is Loose else tag for tag in tags]), out.shape
 
 
-def _described(value: Any, tags: dict[int, Any], untagged: bool) -> Hashable:
-    """Arguments with shapes and tags for tensors; None if one of them is a tensor that is not known, or anything else."""
-    if isinstance(value, Tensor):
-        return (Tensor, value.shape, tags.get(id(value))) if untagged or id(value) in tags else None
-    kind = type(value)
-    if kind is dict:
-        value = tuple(value.items())
-    if isinstance(value, (tuple, list)):
-        parts = [_described(item, tags, untagged) for item in value]
-        return None if None in parts else (kind, *parts)
-    if kind is slice:
-        return _described((slice, value.start, value.stop, value.step), tags, untagged)
-    # 1, 1.0 and True are one key.
-    return (kind, value) if kind in _PLAIN or value is slice else None
+def remember(key: Hashable, func: Callable, given: Sequence[Tensor], tags: Sequence[Tag], found: Tag) -> None:
+    """To be asked by `FOUND[key]`, where no tensor's values have a part in it, and nothing is to be said of the place."""
+    if not _is_plain(found) or not all(tag is None or _is_plain(tag) for tag in tags):
+        return
+    rule = _rule(func)
+    if rule not in _BY_SHAPES:
+        return
+    # A number may be a gate that is shut; of a mask nothing is asked unless samples have met.
+    if rule is meets.elementwise and any(tag is None and t.numel() == 1 for t, tag in zip(given, tags, strict=True)):
+        return
+    if len(FOUND) >= _REMEMBERED:
+        FOUND.clear()
+    FOUND[key] = found
 
 
-_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
+def _is_plain(tag: Tag) -> bool:
+    return isinstance(tag, int) or (isinstance(tag, Owners) and not tag.several and tag.table.numel() <= _LARGEST)
 
 
 def _loosened(tag: Tag | list[Tag]) -> Tag | list[Tag]:
@@ -190,7 +166,7 @@ def _rule(func: Callable) -> Callable[..., Any] | None:
     return _RULES.get(name.removesuffix("_") if not name.endswith("__") else name)
 
 
-# Whose answers depend on shapes, options and owners; element by element if all tensors are known, as a mask's values count.
+# Whose answers depend on shapes, options and owners alone.
 _BY_SHAPES = {meets.elementwise, meets.by_rows, meets.attended, moves.viewed, moves.put_together}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -62,24 +62,38 @@ class Tensors:
                 certain = not strong or (self.is_strong(t) and t.ndim == max(strong))
                 self._tags[id(t)] = (ref(t), dim if certain else Loose(dim))
 
-    def follow(self, func: Callable, args: tuple, kwargs: dict, out: Any, given: Sequence[Tensor]) -> None:
-        """`given`: the tensors among the arguments."""
+    def follow(
+        self, func: Callable, args: tuple, kwargs: dict, out: Any, given: Sequence[Tensor], call: Hashable = None
+    ) -> None:
+        """`given`: the tensors among the arguments, and `call`, as `signature.looked_at` has them."""
         if not self._tags:
             return
         # For every op: `self.tag` written out.
-        tagged = []
+        tagged, tags = [], []
         for t in given:
             found = self._tags.get(id(t))
             if found is not None and found[1] is not None and found[0]() is t:
                 tagged.append((t, found[1]))
+                tags.append(found[1])
+            else:
+                tags.append(None)
         if not tagged:
             return
+        key = None
+        if call is not None and type(out) is Tensor:
+            key = mixing.key_of(func, call, tags, out)
+            known = mixing.FOUND.get(key)
+            if known is not None:
+                self._tags[id(out)] = (ref(out), known)
+                return
         if func is torch.Tensor.__setitem__:
             out, tag = args[0], moves.assigned(args, tagged)
         else:
             tag = mixing.follow(func, args, kwargs, out, tagged)
             if isinstance(out, Tensor) and not (tag is None or isinstance(tag, list)):
                 self._tags[id(out)] = (ref(out), self._placed(tag, func))
+                if key is not None:
+                    mixing.remember(key, func, given, tags, tag)
                 return
         for t, each in zip(out, tag, strict=True) if isinstance(tag, list) else [(t, tag) for t in tensors_in(out)]:
             # What ran inside a function that is not known itself was followed there.
