@@ -4,14 +4,16 @@
 
 On a GPU an eager step is as fast as the host can start its kernels. So the models of benchmarks/gpu.py are run at their
 depth on one core of a CPU, but so narrow that next to nothing is computed, under autocast to bfloat16. `forward` is the
-recorded forward, `ask` the backward and the answer; a use is an op with a parameter. `--profile tottime` prints where
-the time goes.
+recorded forward, `ask` the backward and the answer; a use is an op with a parameter. `collector` is what Python's garbage
+collector took of the eager steps, on average: most of it goes by whole collections, every few dozen steps. `--profile
+tottime` prints where the time goes.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import pstats
 import statistics
 import time
@@ -43,6 +45,26 @@ def resnet18() -> Setup:
 
 
 MODELS: dict[str, Callable[[], Setup]] = {"gpt2": gpt2, "vit": vit, "resnet18": resnet18}
+
+
+class Collector:
+    """Seconds that Python's garbage collector takes while it is listened to."""
+
+    def __init__(self) -> None:
+        self.seconds, self._start = 0.0, 0.0
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._start = time.perf_counter()
+        else:
+            self.seconds += time.perf_counter() - self._start
+
+    def __enter__(self) -> Collector:
+        gc.callbacks.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        gc.callbacks.remove(self)
 
 
 class Step:
@@ -77,6 +99,14 @@ class Step:
         plain, forward, ask = (1e3 * (b - a) for a, b in pairwise(marks))
         return {"plain": plain, "forward": forward, "ask": ask, "eager": forward + ask}
 
+    def collected(self, steps: int) -> float:
+        """Milliseconds of the garbage collector in an eager step."""
+        with Collector() as collector:
+            for _ in range(steps):
+                tape, losses = self.recorded()
+                tape.ask(losses, grad=eachgrad.clipped_sum(1.0))
+        return 1e3 * collector.seconds / steps
+
 
 def measured(step: Step, rounds: int) -> dict[str, Any]:
     for _ in range(WARM_UP):
@@ -84,6 +114,7 @@ def measured(step: Step, rounds: int) -> dict[str, Any]:
     found = [step.timed() for _ in range(rounds)]
     row: dict[str, Any] = {part: statistics.median(one[part] for one in found) for part in found[0]}
     row["uses"] = len(step.recorded()[0].recorder.uses)
+    row["collector"] = step.collected(4 * rounds)
     return row | {"microseconds_a_use": 1e3 * (row["eager"] - row["plain"]) / row["uses"]}
 
 
@@ -111,7 +142,8 @@ def main() -> None:
         results[name] = row = measured(step, options.rounds)
         print(
             f"{name:9s} plain {row['plain']:6.2f} ms, eager {row['eager']:6.2f} (forward {row['forward']:6.2f}, ask "
-            f"{row['ask']:6.2f}), {row['microseconds_a_use']:.0f} us more for each of {row['uses']} uses",
+            f"{row['ask']:6.2f}), {row['microseconds_a_use']:.0f} us more for each of {row['uses']} uses, collector "
+            f"{row['collector']:.2f} ms a step",
             flush=True,
         )
         if options.profile:
