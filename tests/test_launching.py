@@ -113,6 +113,21 @@ def test_without_a_gpu_an_op_is_called():
     assert direct(lambda t: "op", lambda t: "kernel", x, x) == "op"
 
 
+def test_what_has_a_sign_to_be_changed_yet_goes_by_its_op(monkeypatch: pytest.MonkeyPatch):
+    """A kernel reads the memory as it is."""
+    monkeypatch.setattr(launching, "is_unwatched", lambda t: True)
+    x, negative = torch.ones(3), torch.ones(3, dtype=torch.complex64).conj().imag
+    assert negative.is_neg()
+    for args, way in [
+        ((x,), "kernel"),
+        ((x, [x]), "kernel"),
+        ((negative,), "op"),
+        ((x, [x, negative]), "op"),
+        ((x, 1), "kernel"),
+    ]:
+        assert direct(lambda *args: "op", lambda *args: "kernel", x, *args) == way
+
+
 @needs_gpu
 def test_who_watches_sees_the_op():
     x = torch.zeros(3, device="cuda")

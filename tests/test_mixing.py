@@ -357,3 +357,10 @@ def test_owners_are_looked_up_where_the_same_is_asked_again(monkeypatch: pytest.
     for gate in (1.0, 0.0, 1.0):
         assert (tag_of(torch.mul, (x, torch.tensor(gate)), {0: first}) is None) == (not gate)
         assert (tag_of(torch.mul, (x, gate), {0: first}) is None) == (not gate)
+
+    # So are a row that a tensor names, and a gate that may be of the batch.
+    for k in (2, 0, 1):
+        for func, args in ((torch.select, (t, 0, torch.tensor(k))), (torch.narrow, (t, 0, torch.tensor(k), 1))):
+            assert set(tag_of(func, args, {0: 0}).table.flatten().tolist()) == {k}
+    for gate in (1.0, 0.0, 1.0):
+        assert (tag_of(torch.mul, (x, torch.full((1, 1, 1), gate)), {0: first, 1: Loose(0)}) is None) == (not gate)

@@ -47,13 +47,14 @@ def follow(func: Callable, args: tuple, kwargs: dict, out: Any, tagged: Tagged) 
     rule = _rule(func)
     if rule is None:
         return None
-    if loose and loose < len(known):
+    all_loose = loose == len(known)
+    if loose and not all_loose:
         known = [(t, tag) for t, tag in known if type(tag) is not Loose]
     try:
         found = rule(func, args, kwargs, out, first, known)
     except UNFORESEEN:
         return None
-    return _loosened(found) if loose == len(known) else found
+    return _loosened(found) if all_loose else found
 
 
 # Tags that were found before: a model asks the same at every step, and most of that is said faster than it is found again.
@@ -77,8 +78,11 @@ def remember(key: Hashable, func: Callable, given: Sequence[Tensor], tags: Seque
     rule = _rule(func)
     if rule not in _BY_SHAPES:
         return
+    # A tensor may say which row is taken.
+    if rule is moves.viewed and len(given) > 1:
+        return
     # A number may be a gate that is shut; of a mask nothing is asked unless samples have met.
-    if rule is meets.elementwise and any(tag is None and t.numel() == 1 for t, tag in zip(given, tags, strict=True)):
+    if rule is meets.elementwise and any(t.numel() == 1 for t in given):
         return
     if len(FOUND) >= _REMEMBERED:
         FOUND.clear()

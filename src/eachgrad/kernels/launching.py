@@ -8,7 +8,7 @@ ops a kernel's function is called as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -71,4 +71,15 @@ def is_unwatched(t: Tensor) -> bool:
 
 def direct(op: Callable[..., R], launched: Callable[..., R], like: Tensor, *args: Any) -> R:
     """What the op gives for these arguments, by its kernel alone where that may be."""
-    return launched(*args) if is_unwatched(like) else op(*args)
+    return launched(*args) if is_unwatched(like) and not _is_lazy(args) else op(*args)
+
+
+def _is_lazy(values: Sequence[Any]) -> bool:
+    """Whether the sign of a tensor's numbers is to be changed yet (`z.conj().imag`): the dispatcher sees to that."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_neg():
+                return True
+        elif isinstance(value, (tuple, list)) and _is_lazy(value):
+            return True
+    return False
