@@ -108,3 +108,12 @@ def test_groups_of_channels(checkpointed: bool, channels_last: bool, monkeypatch
     wide.load_state_dict(model.state_dict())
     rows = loop(wide, losses, [(x[i : i + 1].double(),) for i in range(B)])
     assert_same(answer, {name: torch.tensordot(c.double(), value, 1) for name, value in rows.items()}, 1e-5)
+
+
+def test_an_answer_keeps_no_graph():
+    """Statistics of the forward come from a node of it."""
+    model, x = Model(), torch.randn(B, 5, 6)
+    with eachgrad.record(model) as tape:
+        losses(model, x)
+    assert any(use.saved is not None for use in tape.recorder.uses)
+    assert all(t.grad_fn is None for use in tape.recorder.uses for t in use.saved or ())

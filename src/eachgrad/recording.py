@@ -112,7 +112,8 @@ def _saved(names: tuple[str, ...], out: Tensor) -> tuple[Tensor, ...] | None:
     # Of what hooks keep, as a checkpoint does, each tensor may be asked for once.
     if type(out) is not Tensor or node.name() != names[0] or _top_saved_tensors_default_hooks(False) is not None:
         return None
-    return tuple([getattr(node, f"_saved_{name}") for name in names[1:]])
+    # Detached, or they would keep the graph below them as long as an answer is kept.
+    return tuple([getattr(node, f"_saved_{name}").detach() for name in names[1:]])
 
 
 def _bare(recorder: Recorder, weight: Tensor) -> Tensor:
