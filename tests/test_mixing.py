@@ -364,3 +364,23 @@ def test_owners_are_looked_up_where_the_same_is_asked_again(monkeypatch: pytest.
             assert set(tag_of(func, args, {0: 0}).table.flatten().tolist()) == {k}
     for gate in (1.0, 0.0, 1.0):
         assert (tag_of(torch.mul, (x, torch.full((1, 1, 1), gate)), {0: first, 1: Loose(0)}) is None) == (not gate)
+    square = [torch.randn(2, d) for _ in range(2)]
+    for dim in (1, 0, 1):
+        assert tag_of(torch.stack, (square, torch.tensor(dim)), {0: 0, 1: 0}) == 1 - dim
+
+
+def test_what_is_remembered_has_an_end(monkeypatch: pytest.MonkeyPatch):
+    """Rows in an order that is new at every step make tables that nobody asks for again."""
+    monkeypatch.setattr(mixing, "FOUND", {})
+    monkeypatch.setattr(mixing, "_held", [0])
+    monkeypatch.setattr(mixing, "_ELEMENTS", 1000)
+    t = torch.randn(B, T, d)
+    for _ in range(200):
+        tag = Owners(torch.randperm(B).view(B, 1, 1).expand(B, T, 1).contiguous(), B)
+        key = mixing.key_of(torch.relu, (), [tag], t)
+        mixing.remember(key, torch.relu, [t], [tag], tag)
+        assert mixing.FOUND[key] is tag
+        assert sum(found.table.numel() for found in mixing.FOUND.values()) <= 1000
+    large = Owners(torch.zeros(10, 10, dtype=torch.int64), B)
+    mixing.remember("large", torch.relu, [t], [large], large)
+    assert "large" not in mixing.FOUND

@@ -117,3 +117,13 @@ def test_an_answer_keeps_no_graph():
         losses(model, x)
     assert any(use.saved is not None for use in tape.recorder.uses)
     assert all(t.grad_fn is None for use in tape.recorder.uses for t in use.saved or ())
+
+
+def test_statistics_in_sixteen_bits_are_not_taken():
+    """A mean that is rounded may be far from the one that the samples have."""
+    model = Maps().bfloat16()
+    with eachgrad.record(model) as tape:
+        model(torch.randn(B, 3, 7, 6).bfloat16())
+    norms = [use for use in tape.recorder.uses if use.rule.saved]
+    assert len(norms) == 2
+    assert all(use.saved is None or use.saved[0].dtype == torch.float32 for use in norms)

@@ -60,7 +60,9 @@ def follow(func: Callable, args: tuple, kwargs: dict, out: Any, tagged: Tagged) 
 # Tags that were found before: a model asks the same at every step, and most of that is said faster than it is found again.
 # Whose the class token of ViT-B/16 is, until the others have met it, took an H200's host 0.3 ms an op.
 FOUND: dict[Hashable, Tag] = {}
-_REMEMBERED, _LARGEST = 4096, 1 << 16  # calls, and elements of a table
+# Calls, and elements of all their tables, 8 MiB: what an op that is not remembered has made is never asked for again.
+_REMEMBERED, _ELEMENTS = 4096, 1 << 20
+_held = [0]
 
 
 def key_of(func: Callable, call: Hashable, tags: Sequence[Tag], out: Tensor) -> Hashable:
@@ -76,21 +78,21 @@ def remember(key: Hashable, func: Callable, given: Sequence[Tensor], tags: Seque
     if not _is_plain(found) or not all(tag is None or _is_plain(tag) for tag in tags):
         return
     rule = _rule(func)
-    if rule not in _BY_SHAPES:
+    # A number may be a gate that is shut, a row, a dimension; of a mask nothing is asked unless samples have met.
+    if rule not in _BY_SHAPES or any(t.numel() == 1 for t in given) or (rule is moves.viewed and len(given) > 1):
         return
-    # A tensor may say which row is taken.
-    if rule is moves.viewed and len(given) > 1:
+    elements = sum(tag.table.numel() for tag in (found, *tags) if isinstance(tag, Owners))
+    if elements > _ELEMENTS // 16:
         return
-    # A number may be a gate that is shut; of a mask nothing is asked unless samples have met.
-    if rule is meets.elementwise and any(t.numel() == 1 for t in given):
-        return
-    if len(FOUND) >= _REMEMBERED:
+    _held[0] += elements
+    if len(FOUND) >= _REMEMBERED or _held[0] > _ELEMENTS:
         FOUND.clear()
+        _held[0] = elements
     FOUND[key] = found
 
 
 def _is_plain(tag: Tag) -> bool:
-    return isinstance(tag, int) or (isinstance(tag, Owners) and not tag.several and tag.table.numel() <= _LARGEST)
+    return isinstance(tag, int) or (isinstance(tag, Owners) and not tag.several)
 
 
 def _loosened(tag: Tag | list[Tag]) -> Tag | list[Tag]:

@@ -113,7 +113,9 @@ def _saved(names: tuple[str, ...], out: Tensor) -> tuple[Tensor, ...] | None:
     if type(out) is not Tensor or node.name() != names[0] or _top_saved_tensors_default_hooks(False) is not None:
         return None
     # Detached, or they would keep the graph below them as long as an answer is kept.
-    return tuple([getattr(node, f"_saved_{name}").detach() for name in names[1:]])
+    found = tuple([getattr(node, f"_saved_{name}").detach() for name in names[1:]])
+    # Rounded to sixteen bits, a mean is no good: it was off by 3.5% where it was 30 times the deviation.
+    return None if any(t.dtype.itemsize < 4 for t in found) else found
 
 
 def _bare(recorder: Recorder, weight: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def launch(kernel: Any, programs: int, like: Tensor, args: tuple, constants: dic
     key = (id(kernel), index, _kind(args), *constants.values(), *options.values())
     with torch.cuda.device(index) if elsewhere else nullcontext():
         found = _known.get(key)
-        if found is not None:
+        if found is not None and not kernel.pre_run_hooks:
             code, names = found
             code[programs, 1, 1](*args, *[constants[name] for name in names])  # code takes them by place
             return

@@ -173,7 +173,8 @@ class Crossed(Held):
             self.parts[id(gradient)] = block.parts()
 
     def measured(self, some: list[Gradient]) -> tuple[Tensor, Tensor | None]:
-        found, bound = (self._joined(some) if self.parts else _crossed_sums(some)).unbind()
+        known = all(id(gradient) in self.parts for gradient in some)
+        found, bound = (self._joined(some) if known else _crossed_sums(some)).unbind()
 
         def exact(index: Tensor) -> Tensor:
             return total([_outer(gradient).exact(index) for gradient in some])
