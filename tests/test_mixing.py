@@ -312,7 +312,7 @@ def test_an_input_that_may_be_positions_is_not_taken_for_samples(name: str):
 
 def test_owners_are_looked_up_where_the_same_is_asked_again(monkeypatch: pytest.MonkeyPatch):
     """And nothing else is taken for the same: another order, another dimension, other owners, a gate with other values."""
-    monkeypatch.setattr(mixing, "FOUND", {})
+    monkeypatch.setattr(mixing, "FOUND", mixing.Found())
     asked, own = [], mixing.follow
     monkeypatch.setattr(mixing, "follow", lambda func, *rest: asked.append(func) or own(func, *rest))
 
@@ -371,9 +371,9 @@ def test_owners_are_looked_up_where_the_same_is_asked_again(monkeypatch: pytest.
 
 def test_what_is_remembered_has_an_end(monkeypatch: pytest.MonkeyPatch):
     """Rows in an order that is new at every step make tables that nobody asks for again."""
-    monkeypatch.setattr(mixing, "FOUND", {})
-    monkeypatch.setattr(mixing, "_held", [0])
-    monkeypatch.setattr(mixing, "_ELEMENTS", 1000)
+    monkeypatch.setattr(mixing, "FOUND", mixing.Found())
+    monkeypatch.setattr(mixing.Found, "elements", 1000)
+    monkeypatch.setattr(mixing.Found, "calls", 30)
     t = torch.randn(B, T, d)
     for _ in range(200):
         tag = Owners(torch.randperm(B).view(B, 1, 1).expand(B, T, 1).contiguous(), B)
@@ -381,6 +381,7 @@ def test_what_is_remembered_has_an_end(monkeypatch: pytest.MonkeyPatch):
         mixing.remember(key, torch.relu, [t], [tag], tag)
         assert mixing.FOUND[key] is tag
         assert sum(found.table.numel() for found in mixing.FOUND.values()) <= 1000
+        assert len(mixing.FOUND) <= 30
     large = Owners(torch.zeros(10, 10, dtype=torch.int64), B)
     mixing.remember("large", torch.relu, [t], [large], large)
     assert "large" not in mixing.FOUND

@@ -57,12 +57,25 @@ def follow(func: Callable, args: tuple, kwargs: dict, out: Any, tagged: Tagged) 
     return _loosened(found) if all_loose else found
 
 
-# Tags that were found before: a model asks the same at every step, and most of that is said faster than it is found again.
-# Whose the class token of ViT-B/16 is, until the others have met it, took an H200's host 0.3 ms an op.
-FOUND: dict[Hashable, Tag] = {}
-# Calls, and elements of all their tables, 8 MiB: what an op that is not remembered has made is never asked for again.
-_REMEMBERED, _ELEMENTS = 4096, 1 << 20
-_held = [0]
+class Found(dict[Hashable, Tag]):
+    """Tags that were found before: a model asks the same at every step, and most is said faster than it is found again."""
+
+    # So many, and so many elements of all their tables, 8 MiB: what an op that is not remembered made is not asked for again.
+    calls, elements = 4096, 1 << 20
+    held = 0
+
+    def keep(self, key: Hashable, tag: Tag, elements: int) -> None:
+        """The tag of a call whose tables have so many elements, unless they are too much of what there is room for."""
+        if elements > self.elements // 16:
+            return
+        if len(self) >= self.calls or self.held + elements > self.elements:
+            self.clear()
+            self.held = 0
+        self.held += elements
+        self[key] = tag
+
+
+FOUND = Found()
 
 
 def key_of(func: Callable, call: Hashable, tags: Sequence[Tag], out: Tensor) -> Hashable:
@@ -81,14 +94,7 @@ def remember(key: Hashable, func: Callable, given: Sequence[Tensor], tags: Seque
     # A number may be a gate that is shut, a row, a dimension; of a mask nothing is asked unless samples have met.
     if rule not in _BY_SHAPES or any(t.numel() == 1 for t in given) or (rule is moves.viewed and len(given) > 1):
         return
-    elements = sum(tag.table.numel() for tag in (found, *tags) if isinstance(tag, Owners))
-    if elements > _ELEMENTS // 16:
-        return
-    _held[0] += elements
-    if len(FOUND) >= _REMEMBERED or _held[0] > _ELEMENTS:
-        FOUND.clear()
-        _held[0] = elements
-    FOUND[key] = found
+    FOUND.keep(key, found, sum(tag.table.numel() for tag in (found, *tags) if isinstance(tag, Owners)))
 
 
 def _is_plain(tag: Tag) -> bool:

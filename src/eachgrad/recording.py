@@ -114,7 +114,7 @@ def _saved(names: tuple[str, ...], out: Tensor) -> tuple[Tensor, ...] | None:
         return None
     # Detached, or they would keep the graph below them as long as an answer is kept.
     found = tuple([getattr(node, f"_saved_{name}").detach() for name in names[1:]])
-    # Rounded to sixteen bits, a mean is no good: it was off by 3.5% where it was 30 times the deviation.
+    # A mean that is rounded to sixteen bits, and far from zero, is far from the one that the samples have.
     return None if any(t.dtype.itemsize < 4 for t in found) else found
 
 

@@ -123,8 +123,7 @@ def _group_norm(
 ) -> dict[str, Block]:
     suits = g.ndim > 2 and {g.dtype, input.dtype} <= {*DTYPES} and not _is_followed(g, input)
     if saved is not None and suits and is_unwatched(g):
-        mean, scale = (t.to(torch.float32) for t in saved)
-        of_bias, of_weight = channel_sums(g.flatten(2), input.flatten(2), mean, scale)
+        of_bias, of_weight = channel_sums(g.flatten(2), input.flatten(2), *saved)
         return {"weight": Dense(of_weight), "bias": Dense(of_bias)}
     wide = input.to(torch.promote_types(input.dtype, g.dtype)) if on_gpu(g) else input
     if is_fused(g, input):
