@@ -385,3 +385,32 @@ def test_what_is_remembered_has_an_end(monkeypatch: pytest.MonkeyPatch):
     large = Owners(torch.zeros(10, 10, dtype=torch.int64), B)
     mixing.remember("large", torch.relu, [t], [large], large)
     assert "large" not in mixing.FOUND
+
+
+def test_what_is_lost_from_sight_and_what_comes_in_parts_is_looked_up_too(monkeypatch: pytest.MonkeyPatch):
+    """The heads of a vision transformer: a token of nobody's, three parts by one op, attention that is not followed."""
+    monkeypatch.setattr(mixing, "FOUND", mixing.Found())
+    asked, own = [], mixing.follow
+    monkeypatch.setattr(mixing, "follow", lambda func, *rest: asked.append(func) or own(func, *rest))
+    x, table = torch.randn(B, T, 3 * d), Owners(torch.tensor([[-1, *[i] * (T - 1)] for i in range(B)])[:, :, None], B)
+
+    def tags() -> list[Any]:
+        tensors = Tensors({}, [])
+        tensors._tags = {id(x): (weakref.ref(x), table)}
+        kept = []
+
+        def run(func: Callable, *args: Any) -> Any:
+            given, call = looked_at(args, {})
+            kept.append(func(*args))
+            tensors.follow(func, args, {}, kept[-1], given, call)
+            return kept[-1]
+
+        parts = run(torch.Tensor.unbind, run(torch.Tensor.view, x, B, T, 3, d), 2)
+        mixed = run(F.scaled_dot_product_attention, *parts)
+        return [tensors.tag(t) for t in (*parts, mixed)]
+
+    first = tags()
+    assert all(isinstance(tag, Owners) for tag in first[:3])
+    assert asked == [torch.Tensor.view, torch.Tensor.unbind, F.scaled_dot_product_attention]
+    assert [a is b for a, b in zip(first, tags(), strict=True)] == [True] * 4
+    assert len(asked) == 3

@@ -57,14 +57,17 @@ def follow(func: Callable, args: tuple, kwargs: dict, out: Any, tagged: Tagged) 
     return _loosened(found) if all_loose else found
 
 
-class Found(dict[Hashable, Tag]):
-    """Tags that were found before: a model asks the same at every step, and most is said faster than it is found again."""
+class Found(dict[Hashable, Tag | list[Tag]]):
+    """Tags that were found before: a model asks the same at every step, and most is said faster than it is found again.
+
+    None among them stands for samples that were lost from sight, and a list for an op that returns several tensors.
+    """
 
     # So many, and so many elements of all their tables, 8 MiB: what an op that is not remembered made is not asked for again.
     calls, elements = 4096, 1 << 20
     held = 0
 
-    def keep(self, key: Hashable, tag: Tag, elements: int) -> None:
+    def keep(self, key: Hashable, tag: Tag | list[Tag], elements: int) -> None:
         """The tag of a call whose tables have so many elements, unless they are too much of what there is room for."""
         if elements > self.elements // 16:
             return
@@ -78,23 +81,27 @@ class Found(dict[Hashable, Tag]):
 FOUND = Found()
 
 
-def key_of(func: Callable, call: Hashable, tags: Sequence[Tag], out: Tensor) -> Hashable:
+def key_of(func: Callable, call: Hashable, tags: Sequence[Tag], out: Tensor | tuple | list) -> Hashable:
     """A call whose tensors have these tags, None where one has none. `call`: its arguments as `signature.looked_at` has them.
 
     A table of owners stands for itself: it is never changed, and the same call has made the same one.
     """
-    return func, call, tuple([(Loose, tag) if type(tag) is Loose else tag for tag in tags]), out.shape
+    size = len(out) if isinstance(out, (tuple, list)) else out.shape
+    return func, call, tuple([(Loose, tag) if type(tag) is Loose else tag for tag in tags]), size
 
 
-def remember(key: Hashable, func: Callable, given: Sequence[Tensor], tags: Sequence[Tag], found: Tag) -> None:
+def remember(
+    key: Hashable, func: Callable, given: Sequence[Tensor], tags: Sequence[Tag], found: Tag | list[Tag]
+) -> None:
     """To be asked by `FOUND[key]`, where no tensor's values have a part in it, and nothing is to be said of the place."""
-    if not _is_plain(found) or not all(tag is None or _is_plain(tag) for tag in tags):
+    every = [*(found if isinstance(found, list) else [found]), *tags]
+    if not all(tag is None or _is_plain(tag) for tag in every):
         return
     rule = _rule(func)
     # A number may be a gate that is shut, a row, a dimension; of a mask nothing is asked unless samples have met.
     if rule not in _BY_SHAPES or any(t.numel() == 1 for t in given) or (rule is moves.viewed and len(given) > 1):
         return
-    FOUND.keep(key, found, sum(tag.table.numel() for tag in (found, *tags) if isinstance(tag, Owners)))
+    FOUND.keep(key, found, sum(tag.table.numel() for tag in every if isinstance(tag, Owners)))
 
 
 def _is_plain(tag: Tag) -> bool:

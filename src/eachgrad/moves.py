@@ -49,8 +49,8 @@ def viewed(func: Callable, args: tuple, kwargs: dict, out: Any, first: Tensor, k
 
 
 def _is_regular(tag: int | Owners) -> bool:
-    """Whether the same is likely to be asked again: a small table, in which no place in the code is noted."""
-    return isinstance(tag, int) or (not tag.several and tag.table.numel() <= 4096)
+    """Whether the same is likely to be asked again: a table of a batch's rows, in which no place in the code is noted."""
+    return isinstance(tag, int) or (not tag.several and tag.table.numel() <= _REGULAR)
 
 
 def _frozen(value: Any) -> Any:
@@ -81,10 +81,12 @@ def _moved(func: Callable, tag: int | Owners, shape: torch.Size, args: tuple, kw
     return settled(views, n, what) if isinstance(views, Tensor) else [settled(view, n, what) for view in views]
 
 
-_reshaped_once = lru_cache(4096)(_reshaped)
+# Elements of a table, and how many answers are remembered, of 64 MiB each at most: 64 samples of 197 positions are 12,608.
+_REGULAR, _ANSWERS = 1 << 14, 512
+_reshaped_once = lru_cache(_ANSWERS)(_reshaped)
 
 
-@lru_cache(4096)
+@lru_cache(_ANSWERS)
 def _moved_once(func: Callable, tag: int | Owners, shape: torch.Size, args: Any, kwargs: Any) -> Tag | list[Tag]:
     return _moved(func, tag, shape, _thawed(args), dict(_thawed(kwargs)))
 

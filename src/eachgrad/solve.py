@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 
 from eachgrad import layout as lay
 from eachgrad import uses as use_blocks
-from eachgrad.blocks import Block, Dense, add
+from eachgrad.blocks import Block, Dense, add, form
 from eachgrad.capture import Recorder
 from eachgrad.cover import Accepted, Solved
 from eachgrad.dtypes import accumulation_dtype
@@ -92,7 +92,9 @@ def blocks_of(
                 parts.setdefault(name, []).append(block)
                 if made is not None:
                     made.setdefault(name, []).append(item.use)
-    return {name: add(pieces) for name, pieces in parts.items()}
+    found = {name: add(pieces) for name, pieces in parts.items()}
+    form(found.values())
+    return found
 
 
 def parts_of(

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from eachgrad.use import Use
 
 
+_UNKNOWN: Any = object()
+
+
 class Tensors:
     """The kinds of the tensors seen so far, by identity."""
 
@@ -80,25 +83,32 @@ class Tensors:
         if not tagged:
             return
         key = None
-        if call is not None and type(out) is Tensor:
+        if call is not None and (type(out) is Tensor or type(out) in (tuple, list)):
             key = mixing.key_of(func, call, tags, out)
-            known = mixing.FOUND.get(key)
-            if known is not None:
-                self._tags[id(out)] = (ref(out), known)
+            known = mixing.FOUND.get(key, _UNKNOWN)
+            if known is not _UNKNOWN:
+                self._note(out, known, tagged)
                 return
         if func is torch.Tensor.__setitem__:
             out, tag = args[0], moves.assigned(args, tagged)
         else:
             tag = mixing.follow(func, args, kwargs, out, tagged)
-            if isinstance(out, Tensor) and not (tag is None or isinstance(tag, list)):
-                self._tags[id(out)] = (ref(out), self._placed(tag, func))
-                if key is not None:
-                    mixing.remember(key, func, given, tags, tag)
-                return
+            if key is not None:
+                mixing.remember(key, func, given, tags, tag)
+        self._note(
+            out,
+            [self._placed(each, func) for each in tag] if isinstance(tag, list) else self._placed(tag, func),
+            tagged,
+        )
+
+    def _note(self, out: Any, tag: mixing.Tag | list[mixing.Tag], tagged: mixing.Tagged) -> None:
+        if type(out) is Tensor and tag is not None and not isinstance(tag, list):
+            self._tags[id(out)] = (ref(out), tag)
+            return
         for t, each in zip(out, tag, strict=True) if isinstance(tag, list) else [(t, tag) for t in tensors_in(out)]:
             # What ran inside a function that is not known itself was followed there.
             if each is not None or any(t is s for s, _ in tagged):
-                self._tags[id(t)] = (ref(t), self._placed(each, func))
+                self._tags[id(t)] = (ref(t), each)
 
     def _placed(self, tag: mixing.Tag, func: Callable) -> mixing.Tag:
         """The tag with the op that brought samples together, if it was this one."""

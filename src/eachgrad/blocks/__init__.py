@@ -5,6 +5,7 @@ from eachgrad.blocks.outer import Outer
 from eachgrad.blocks.patches import Geometry, Patches
 from eachgrad.blocks.rows import Rows
 from eachgrad.blocks.sum import Sum, add
+from eachgrad.blocks.summed import Summed, can_wait, form
 
 __all__ = [
     "Block",
@@ -15,5 +16,8 @@ __all__ = [
     "Patches",
     "Rows",
     "Sum",
+    "Summed",
     "add",
+    "can_wait",
+    "form",
 ]

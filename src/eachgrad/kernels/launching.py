@@ -31,7 +31,7 @@ def launch(kernel: Any, programs: int, like: Tensor, args: tuple, constants: dic
     """
     index = like.device.index
     elsewhere = like.is_cuda and index != torch._C._cuda_getDevice()
-    key = (id(kernel), index, _kind(args), *constants.values(), *options.values())
+    key = (id(kernel), index, *_kinds(args), *constants.values(), *options.values())
     with torch.cuda.device(index) if elsewhere else nullcontext():
         found = _known.get(key)
         if found is not None and not kernel.pre_run_hooks:
@@ -46,16 +46,20 @@ def launch(kernel: Any, programs: int, like: Tensor, args: tuple, constants: dic
             _known[key] = code, kernel.arg_names[len(args) :]
 
 
-def _kind(value: Any) -> Any:
-    """All of an argument that a kernel's code may have been made for: whole numbers, dtypes, whether addresses are even."""
-    kind = type(value)
-    if kind is int:
-        return value
-    if kind is tuple:
-        return tuple([_kind(item) for item in value])
-    if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
-    return value.base.dtype, *value.block_shape, *value.shape, *value.strides  # a descriptor
+def _kinds(values: Sequence[Any]) -> list[Any]:
+    """All of the arguments that code may have been made for: whole numbers, dtypes, whether addresses are even."""
+    found: list[Any] = []
+    for value in values:  # one loop, and no call for each: this runs at every launch
+        kind = type(value)
+        if kind is int:
+            found.append(value)
+        elif kind is tuple:
+            found.append(tuple(_kinds(value)))
+        elif isinstance(value, Tensor):
+            found += (value.dtype, value.data_ptr() % 16 == 0)
+        else:  # a descriptor
+            found.append((value.base.dtype, *value.block_shape, *value.shape, *value.strides))
+    return found
 
 
 def is_unwatched(t: Tensor) -> bool:

@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from eachgrad.blocks import Dense, Outer, arithmetic
+from eachgrad.blocks import Dense, Outer, Summed, arithmetic, form
 from eachgrad.blocks.arithmetic import accumulation_dtype, cast, real_dtype, squared_norms, sum_of
 from eachgrad.blocks.base import Rough
 from eachgrad.gradient import Gradient, total
@@ -231,6 +231,8 @@ def key_of(gradient: Gradient, holders: Holders | None = None) -> Key | None:
         return _crossed(gradient, block) if held else None
     if not isinstance(block, Dense):
         return None
+    if held and isinstance(block, Summed) and block.terms is not None and gradient.parameter.numel() <= SMALL:
+        return Joined, block.terms.device, torch.float32  # as what it will be
     value = block.value
     if value.dtype.is_complex or value.requires_grad or gradient.parameter.dtype.is_complex:
         return None
@@ -269,8 +271,9 @@ def _in_turn(gradients: list[Gradient]) -> Iterator[list[Gradient]]:
 
 
 def _values(gradients: list[Gradient]) -> list[Tensor]:
-    blocks = [gradient.checked() for gradient in gradients]
-    return [block.dense() for block in blocks if block is not None]
+    blocks = [block for gradient in gradients if (block := gradient.checked()) is not None]
+    form(blocks)
+    return [block.dense() for block in blocks]
 
 
 def _in_dtype(gradients: list[Gradient], sums: list[Tensor], wide: bool) -> dict[str, Tensor]:

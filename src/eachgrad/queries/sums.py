@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eachgrad import doubts, plan
+from eachgrad.blocks import Outer, Summed, form
 from eachgrad.blocks.base import Shared
 from eachgrad.gradient import Gradient, root, settle, total
 from eachgrad.queries.base import Over, PerParameter, PerSample, Query, Running
@@ -165,6 +166,7 @@ class RunningClip(PerParameter):
         self.spreads: dict[str, list[Tensor]] = {group: [] for group in self.members}
         self.held: dict[str, Gradient] = {}
         self.packs: dict[Any, Pack] = {}
+        self.lefts: set[int] = set()  # ids of the factors that packs hold
         self.factors: tuple[dict[str, Tensor], Tensor | None] | None = None
 
     def keeps(self, name: str) -> bool:
@@ -184,6 +186,7 @@ class RunningClip(PerParameter):
             pack.add(gradient)
             if isinstance(pack, Held):
                 self.holders.note(gradient, pack)
+            self._wait(gradient)
             return
         if self.how[name] == "again":
             self._measure(gradient)
@@ -193,6 +196,14 @@ class RunningClip(PerParameter):
         if self.holders.of(gradient) is not None:
             gradient.look(self.shared)
         self.held[name] = gradient
+
+    def _wait(self, gradient: Gradient) -> None:
+        """Sums over positions wait for those of other layers only where the same terms are held for a weight."""
+        block = gradient.block
+        if isinstance(block, Outer):
+            self.lefts.add(id(block.left))
+        elif isinstance(block, Summed) and block.terms is not None and id(block.terms) not in self.lefts:
+            form([block])
 
     def _measure(self, gradient: Gradient) -> None:
         group = self.owner[gradient.name]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eachgrad.blocks import Block, Dense, Outer
+from eachgrad.blocks import Block, Dense, Outer, Summed, can_wait
 from eachgrad.blocks.arithmetic import cast, over_positions
 from eachgrad.rules.registry import Arguments, NeedsLoop, composite, rule
 
@@ -40,7 +40,7 @@ def _linear(g: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None
         raise NeedsLoop
     found: dict[str, Block] = {"weight": Outer(g, x)}
     if bias is not None:  # nobody else asks for its sum, which reads all of g
-        found["bias"] = Dense(over_positions(g)[0])
+        found["bias"] = Summed(g) if can_wait(g) else Dense(over_positions(g)[0])
     return found
 
 
