@@ -65,6 +65,7 @@ class Recorder(TorchFunctionMode):
         self.batch_size = batch_size
         self.attach = attach or create_graph  # keep strong uses attached too, so that a plain gradient can be taken
         self.create_graph = create_graph  # the answers are to be differentiated
+        self.by_kernels = not create_graph  # a cross entropy may go by the library's own
         self.uses: list[Use] = []
         self.passes = 0  # backward passes run so far
         self.replaying = False  # a checkpoint runs its forward again: do the same, record nothing
@@ -127,7 +128,7 @@ class Recorder(TorchFunctionMode):
             refusals.CHECKED[func](self, func, args, kwargs)
         if not carriers and strong:
             losses = None
-            if special and func is F.cross_entropy and not self.create_graph:
+            if special and func is F.cross_entropy and self.by_kernels:
                 losses = eager_entropy.row_losses(*args, **kwargs)
             return self._passed(func, args, kwargs, found, strong, call, losses)
         with tensors.watched():

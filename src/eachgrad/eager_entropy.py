@@ -97,8 +97,8 @@ class RowEntropies(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        logits, sums, target = ctx.saved_tensors
-        # A recorder is on in a backward, too, and these are no ops of the forward.
+        logits, sums, target = ctx.saved_tensors  # where a checkpoint runs its forward again, for the recorder to see
+        # Which is on in a backward, too, and these are no ops of the forward.
         with torch._C.DisableTorchFunction():
             if torch.is_grad_enabled():  # the gradient is to be differentiated
                 return RowGradients.apply(logits, sums, g, target, ctx.ignored), None, None  # pyright: ignore[reportReturnType]
