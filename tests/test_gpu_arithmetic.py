@@ -164,6 +164,24 @@ def test_products_of_odd_sizes_are_padded():
     torch.testing.assert_close(arithmetic.wide_product(a, b), a.float() @ b.float(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("room", [11, 16, 24])
+def test_rows_with_room_behind_them_are_not_copied(room, monkeypatch):
+    """What lies there, NaN, is read and cut off; behind the last row there must be as much of it."""
+    padded: list[object] = []
+    pad = arithmetic.F.pad
+    monkeypatch.setattr(arithmetic.F, "pad", lambda *args: padded.append(args) or pad(*args))
+    storage = torch.full((16, room), float("nan"), dtype=torch.bfloat16)
+    a, b = storage[:, :11], random(16, 16)
+    a.copy_(random(16, 11))
+    want = a.float().mT @ b.float()
+    torch.testing.assert_close(arithmetic.wide_product(a.mT, b), want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(arithmetic.wide_product(b.mT, a), want.mT, rtol=1e-6, atol=1e-6)
+    assert len(padded) == (2 if room == 11 else 0)
+    cut = torch.empty(15 * room + 11, dtype=torch.bfloat16).as_strided((16, 11), (room, 1)).copy_(a)
+    torch.testing.assert_close(arithmetic.wide_product(cut.mT, b), want, rtol=1e-6, atol=1e-6)
+    assert len(padded) == (3 if room == 11 else 1)
+
+
 @pytest.mark.parametrize("T", [3, 8, 9, 197, 1024, 1027])
 def test_strips_cover_every_row_once(T):
     bounds = plan.strip_bounds(T, "cuda")

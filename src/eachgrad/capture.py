@@ -22,10 +22,11 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
-from eachgrad import foreign, recording, refusals
+from eachgrad import eager_entropy, foreign, recording, refusals
 from eachgrad.exposed import EXPOSING, tell
 from eachgrad.functions import EXPANDING, PASSIVE, TEMPLATED, Place, call_site, can_be_opened, op_name, opened, plainer
 from eachgrad.graph import Carried, Node, depends
@@ -38,7 +39,7 @@ from eachgrad.use import Use
 
 _Packet = torch._ops.OpOverloadPacket
 # What a function may be in beside the tables of rules, which users add to: most are in none, and are asked for once.
-_SPECIAL = {*PASSIVE, *TEMPLATED, *recording.OWN, *refusals.CHECKED}
+_SPECIAL = {*PASSIVE, *TEMPLATED, *recording.OWN, *refusals.CHECKED, F.cross_entropy}
 
 
 class Recorder(TorchFunctionMode):
@@ -64,6 +65,7 @@ class Recorder(TorchFunctionMode):
         self.batch_size = batch_size
         self.attach = attach or create_graph  # keep strong uses attached too, so that a plain gradient can be taken
         self.create_graph = create_graph  # the answers are to be differentiated
+        self.by_kernels = not create_graph  # a cross entropy may go by the library's own
         self.uses: list[Use] = []
         self.passes = 0  # backward passes run so far
         self.replaying = False  # a checkpoint runs its forward again: do the same, record nothing
@@ -125,7 +127,10 @@ class Recorder(TorchFunctionMode):
         if special and func in refusals.CHECKED:
             refusals.CHECKED[func](self, func, args, kwargs)
         if not carriers and strong:
-            return self._passed(func, args, kwargs, found, strong, call)
+            losses = None
+            if special and func is F.cross_entropy and self.by_kernels:
+                losses = eager_entropy.row_losses(*args, **kwargs)
+            return self._passed(func, args, kwargs, found, strong, call, losses)
         with tensors.watched():
             return self._carried(func, args, kwargs, found, carriers, strong, call)
 
@@ -167,9 +172,12 @@ class Recorder(TorchFunctionMode):
         return out
 
     def _passed(
-        self, func: Callable, args: tuple, kwargs: dict, found: list[Tensor], strong: bool, call: Hashable
-    ) -> Any:
-        out = func(*args, **kwargs)
+        self, func: Callable, args: tuple, kwargs: dict, found: list[Tensor], strong: bool, call: Hashable,
+        out: Any = None,
+    ) -> Any:  # fmt: skip
+        """`out`: the op's result, if it is known already."""
+        if out is None:
+            out = func(*args, **kwargs)
         if func is torch.Tensor.__iter__:
             out = list(out)
             if strong:

@@ -241,7 +241,9 @@ class Compiled:
 
     def eager(self, batch: tuple) -> Answer:
         """The same without the compiler."""
-        with record(self.model, batch_dim=self.batch_dim) as tape:
+        tape = record(self.model, batch_dim=self.batch_dim)
+        tape.recorder.by_kernels = False  # it judges a step that has them, and says what is wrong with a target
+        with tape:
             losses = call_loss(self.model, self.loss_fn, batch)
         asked = Accumulator(**self.queries)
         tape.ask(losses, into=asked)

@@ -16,22 +16,17 @@ from torch.fx import Graph, Node
 
 from eachgrad.alignment import FILLED
 from eachgrad.alive import GIVEN, memory_of
+from eachgrad.kernels.entropy import is_large
 from eachgrad.kernels.library import DTYPES
 from eachgrad.tidy import call, narrower
 
 aten, ops = torch.ops.aten, torch.ops.eachgrad
 
-CLASSES = 4096  # from which on a row is worth a program of its own
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 _LOSS, _SEED, _GRADIENT = (
     aten.nll_loss_forward.default, aten.nll_loss_backward.default, aten._log_softmax_backward_data.default,
 )  # fmt: skip
 _LOSSES = ops.entropies.default
-
-
-def is_large(logits: Tensor) -> bool:
-    """Whether the kernels are faster; decided by the classes, which are as many for any number of samples."""
-    return logits.is_cuda and logits.shape[1] >= CLASSES
 
 
 @dataclass(frozen=True)

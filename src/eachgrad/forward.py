@@ -208,6 +208,7 @@ class Forward:
         others = [a for k, a in enumerate(args) if isinstance(a, Tensor) and k not in self.given]
         recorder = Recorder(parameters, [a for a in others if not a.requires_grad], None)
         recorder.tensors.mark_strong([args[k] for k in sorted(self.inputs)])
+        recorder.by_kernels = False  # what is traced is rewritten later, and what is not is held against that
         with recorder:
             out = self.gm(*args)
         return recorder, out[0] if isinstance(out, (tuple, list)) else out

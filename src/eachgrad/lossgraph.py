@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from eachgrad.eager_entropy import RowEntropies
 from eachgrad.errors import CaptureError
 
 Node = Any  # torch.autograd.graph.Node
@@ -128,6 +129,8 @@ class _Reading:
         reduction = getattr(node, "_saved_reduction", None)
         if reduction is not None:
             return self._loss(node, name, reduction, rows)
+        if getattr(node, "_forward_cls", None) is RowEntropies:  # (N, classes, ...) -> (N, ...)
+            return "mixed" if rows.dim == 1 else Rows(rows.dim - (rows.dim > 1), rows.order)
         if name in ("Sum", "Mean"):
             return self._reduced(node, name, rows)
         if name in _ELEMENTWISE:

@@ -138,10 +138,27 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
     """left @ right of sixteen bit matrices on a GPU, as float32."""
     n, m = left.shape[0], right.shape[1]
     # F.pad copies even where it adds nothing.
-    left = F.pad(left, (0, 0, 0, -n % plan.ALIGNED)) if n % plan.ALIGNED else left
-    right = F.pad(right, (0, -m % plan.ALIGNED)) if m % plan.ALIGNED else right
+    if n % plan.ALIGNED:
+        wide = _with_room(left.mT)
+        left = F.pad(left, (0, 0, 0, -n % plan.ALIGNED)) if wide is None else wide.mT
+    if m % plan.ALIGNED:
+        wide = _with_room(right)
+        right = F.pad(right, (0, -m % plan.ALIGNED)) if wide is None else wide
     value = torch.mm(left, right, out_dtype=torch.float32)
     return value if value.shape == (n, m) else value[:n, :m]
+
+
+def _with_room(t: Tensor) -> Tensor | None:
+    """(k, n) with what lies behind each row, up to a multiple of eight; None where there is no such room.
+
+    Whatever is there: the product of a column that was added is cut off.
+    """
+    k, n = t.shape
+    width = n + -n % plan.ALIGNED
+    if is_traced(t) or not k or t.stride(1) != 1 or t.stride(0) < width or t.stride(0) % plan.ALIGNED:
+        return None
+    end = t.storage_offset() + (k - 1) * t.stride(0) + width
+    return t.as_strided((k, width), t.stride()) if end * t.element_size() <= t.untyped_storage().nbytes() else None
 
 
 def products(left: Tensor, right: Tensor) -> Tensor:

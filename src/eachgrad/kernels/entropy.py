@@ -17,6 +17,12 @@ from eachgrad.kernels.library import DTYPES, library, new_empty
 
 # Of twelve on an H200 the fastest for 16,384 rows of 50,257 classes.
 COLUMNS, WARPS, GRADIENT_WARPS = 4096, 4, 16
+CLASSES = 4096  # from which on a row is worth a program of its own
+
+
+def is_large(logits: Tensor) -> bool:
+    """Whether the kernels are faster; decided by the classes, which are as many for any number of samples."""
+    return logits.is_cuda and logits.shape[1] >= CLASSES
 
 
 def _check(logits: Tensor, *rows: Tensor) -> None:
