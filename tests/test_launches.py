@@ -18,6 +18,7 @@ from eachgrad.alive import memory_of, size_of
 from eachgrad.blocks import arithmetic, outer
 from eachgrad.kernels.gram import gram_parts
 from eachgrad.launches import together
+from oracle import assert_same as assert_near
 
 ONE, MANY = torch.ops.eachgrad.gram_norms.default, torch.ops.eachgrad.gram_norms_of_many.default
 B, T = 3, 5
@@ -131,6 +132,73 @@ def test_what_is_not_read_later_is_not_kept():
         return found
 
     assert_same(run, given(5), [1] * 5)
+
+
+def alone(*args: Tensor) -> list[Tensor]:
+    """Norms alone, in the order of a step: of each layer as it comes, and added up when all are there."""
+    pairs = zip(args[::2], args[1::2], strict=True)
+    return [torch.cat([gram_parts(left * 2, right * 2) for left, right in pairs], 2).sum(2)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "want"),
+    [(15, [1] * 15), (16, [2] * 8), (24, [3] * 8), (31, [3] * 10 + [1]), (32, [4] * 8), (35, [4] * 8 + [3])],
+)
+def test_a_few_of_many_are_kept(layers, want):
+    """Of norms alone an eighth of the layers, and four at most, wait for each other."""
+    found = traced(alone, given(layers))
+    (before,) = found(*given(layers))
+    together(found.graph)
+    found.graph.lint()
+    found.recompile()
+    assert groups(found.graph) == want
+    assert most_kept(found.graph) == max(want)
+    assert torch.equal(found(*given(layers))[0], before)
+
+
+def most_kept(graph: Graph) -> int:
+    """Of how many layers factors are there at once, beside those that are read again."""
+    now, most, pairs = set[Node](), 0, {}
+    for node in graph.nodes:
+        if node.target in (ONE, MANY):
+            lefts = node.args[0] if node.target is MANY else [node.args[0]]
+            pairs |= dict.fromkeys(lefts, node)
+    for node in graph.nodes:
+        if node in pairs:
+            now.add(node)
+        most = max(most, len(now))
+        now -= {left for left in now if pairs[left] is node}
+    return most
+
+
+@pytest.mark.parametrize("sizes", [((3, 4), (3, 5)), ((3, 4), (3, 5), (3, 6))])
+def test_a_few_of_all_kinds_together_are_kept(sizes):
+    """Four layers in all, and not four of each size."""
+    found = traced(alone, given(36, sizes=sizes))
+    (before,) = found(*given(36, sizes=sizes))
+    together(found.graph)
+    found.graph.lint()
+    found.recompile()
+    assert 1 < most_kept(found.graph) <= 4
+    assert groups(found.graph) == ([2, 2] * 9 if len(sizes) == 2 else [1, 1, 2] * 9)
+    assert torch.equal(found(*given(36, sizes=sizes))[0], before)
+
+
+def test_what_is_read_again_is_none_of_the_few():
+    """Every second layer is read again: that one waits anyway."""
+
+    def run(*args: Tensor) -> list[Tensor]:
+        parts, later = [], []
+        for k, (left, right) in enumerate(zip(args[::2], args[1::2], strict=True)):
+            a, b = left * 2, right * 2
+            parts.append(gram_parts(a, b))
+            later += [a, b] if k % 2 else []
+        return [torch.cat(parts, 2).sum(2), *[t + 1 for t in later]]
+
+    found = traced(run, given(16))
+    together(found.graph)
+    found.graph.lint()
+    assert groups(found.graph) == [3, 4, 4, 4, 1]  # of the first three two would be kept, and one is
 
 
 SECOND = {
@@ -281,14 +349,24 @@ def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(x).float(), y, reduction="none")
 
 
+class Found(list):
+    """By graph: the layers of each launch, those kept at most, and the comparisons by which norms are doubted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept, self.doubts = list[int](), list[int]()
+
+
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """How many layers each launch has, in each graph that is tidied."""
-    found = []
+    """How many layers each launch has, in each graph that is tidied, and how many it keeps."""
+    found = Found()
 
     def noted(graph: Graph) -> None:
         together(graph)
         found.append(groups(graph))
+        found.kept.append(most_kept(graph))
+        found.doubts.append(sum(node.target is torch.ops.aten.lt.Tensor for node in graph.nodes))
 
     for module in (arithmetic, outer):
         monkeypatch.setattr(module, "on_gpu", lambda t: True)
@@ -314,6 +392,59 @@ def test_whole_steps(dynamic, as_on_a_gpu):
         torch.testing.assert_close(got.grad, want.grad, rtol=1e-2, atol=1e-6)  # terms are rounded to bfloat16
     assert not ask.reasons()
     assert as_on_a_gpu == [[4, 1]] * (3 if dynamic else 1)
+
+
+class Attention(nn.Module):
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.up, self.down = nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.first(x)).chunk(3, 2)
+        x = x + self.out(torch.softmax(q @ k.mT / 4, 2) @ v)
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+class Transformer(nn.Module):
+    """32 layers whose norms go by Grams, and a head of one position."""
+
+    def __init__(self, d: int = 32) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Attention(d) for _ in range(8)]), nn.Linear(d, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+WORKS = {
+    "norms": {"norms": eachgrad.norms()},
+    "norms and mean": {"grad": eachgrad.mean(), "norms": eachgrad.norms()},
+    "norms twice": {"grad": eachgrad.mean(), "norms": eachgrad.norms(), "same": eachgrad.norms()},
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", WORKS)
+def test_whole_steps_of_norms(name, dynamic, as_on_a_gpu):
+    """Four layers a launch, no more kept, and one doubt for a question; the numbers are those of the eager code."""
+    torch.manual_seed(0)
+    ask = eachgrad.compile(Transformer(), losses, backend="aot_eager", dynamic=dynamic, **WORKS[name])
+    for n in (7, 7, 7, 9, 7, 11) if dynamic else (7, 7, 7, 7):
+        x, y = torch.randn(n, 6, 32), torch.randint(5, (n,))
+        got, want = ask(x, y), ask.eager((x, y))
+        torch.testing.assert_close(got.norms, want.norms, rtol=1e-5, atol=0)
+        if "grad" in WORKS[name]:
+            assert_near(got.grad, want.grad, 1e-5)
+        if "same" in WORKS[name]:
+            assert torch.equal(got.norms, got.same)
+    assert not ask.reasons()
+    assert as_on_a_gpu == [[4] * 8] * (3 if dynamic else 1)
+    assert as_on_a_gpu.kept == [4] * len(as_on_a_gpu)
+    assert as_on_a_gpu.doubts == [2 if "same" in WORKS[name] else 1] * len(as_on_a_gpu)
 
 
 def test_norms_alone_as_they_were(as_on_a_gpu):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,21 @@ class Gradient:
             self._memo["rough"] = found
         else:
             self._note(found)
+
+    @property
+    def rough(self) -> Rough | None:
+        """What the norms are put together from, where they were looked at and not settled."""
+        return self._memo.get("rough")
+
+    def note_rough(self, found: Rough) -> None:
+        """Keep what was found of these norms together with others'."""
+        self._memo["rough"] = found
+
+    def once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        """What several questions find on their way to the norms, under a name; computed once."""
+        if name not in self._memo:
+            self._memo[name] = compute()
+        return self._memo[name]
 
     def _note(self, measured: Measured) -> None:
         squares, spread = measured

@@ -1,12 +1,12 @@
 """Norms by Grams of several layers of a traced step, in one launch.
 
 A layer has some more programs than a GPU has multiprocessors, and those that are left over take as long as all the others. Of
-four layers fewer are left over. They wait for the last of the four, and what they read must be kept until then anyway.
+four layers fewer are left over. They wait for the last of the four. What they read must be kept until then anyway if a sum
+reads it again; for norms alone it is kept for that, where four layers are few of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,8 @@ from eachgrad.kernels.gram import MOST
 from eachgrad.tidy import call
 
 ops = torch.ops.eachgrad
+
+SHARE = 8  # layers that are kept for a launch are at most this part of all
 
 
 def together(graph: Graph) -> int:
@@ -33,13 +35,19 @@ def together(graph: Graph) -> int:
 
 
 def _groups(graph: Graph) -> list[list[Node]]:
-    found, current, reads = [], dict[tuple, list[Node]](), _Reads(graph)
-    for node in graph.find_nodes(op="call_function", target=ops.gram_norms.default):
-        group = current.get(_kind(node))
-        if group is None or len(group) == MOST or not all(reads.can_wait(member, node) for member in group):
-            group = current[_kind(node)] = []
-            found.append(group)
-        group.append(node)
+    found, reads = list[list[Node]](), _Reads(graph)
+    nodes = graph.find_nodes(op="call_function", target=ops.gram_norms.default)
+    most, current = min(MOST, len(nodes) // SHARE), dict[tuple, list[Node]]()
+    for node in nodes:
+        # Those that would be kept for a launch, of whichever kind: with this one no more than `most`, or they go now.
+        kept = {kind: sum(not reads.stays(m, node) for m in group) for kind, group in current.items()}
+        full = sum(kept.values()) + 1 > most
+        for kind, group in list(current.items()):
+            if len(group) == MOST or (full and kept[kind]) or not all(reads.can_wait(m, node) for m in group):
+                del current[kind]
+        if _kind(node) not in current:
+            found.append(current.setdefault(_kind(node), []))
+        current[_kind(node)].append(node)
     return found
 
 
@@ -66,11 +74,12 @@ class _Reads:
         return self.memory[node], value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
     def can_wait(self, node: Node, other: Node) -> bool:
-        """Whether nobody needs a node's result before a later one, and what it reads is there until then anyway."""
-        return all(user > other for user in node.users) and self._stay(node.all_input_nodes, other)
+        """Whether nobody needs a node's result before a later one."""
+        return all(user > other for user in node.users)
 
-    def _stay(self, nodes: Iterable[Node], place: Node) -> bool:
-        return all(self.memory[node].op in GIVEN or self.last[self._piece(node)] >= place for node in nodes)
+    def stays(self, node: Node, other: Node) -> bool:
+        """Whether what a node reads is there until a later one anyway."""
+        return all(self.memory[a].op in GIVEN or self.last[self._piece(a)] >= other for a in node.all_input_nodes)
 
 
 def _join(graph: Graph, group: list[Node]) -> None:

@@ -60,7 +60,9 @@ class Accumulator:
             raise ValueError(
                 "the micro-batches are of models with other parameters: gather each model's in an Accumulator of its own"
             )
-        every, holders = list(self._running.values()), Holders()
+        # Who holds gradients until all are there takes them first: others find their norms in its packs.
+        order = sorted(self.queries, key=lambda name: not self.queries[name].holds)
+        every, holders = [self._running[name] for name in order], Holders()
         for running in every:
             running.holders = holders
             running.begin(batch_size, costs)

@@ -3,7 +3,8 @@
 A transformer has two biases or norms for every matrix. Each is a few thousand numbers a sample, and an op for each of them
 takes longer to start than to run: of GPT-2's 148 parameters 99 are such, and are put side by side. Large ones stay where
 they lie, and on a GPU a launch reads all of them. Of those that are not there but by their factors, what kernels find of
-the norms is added up at once: 140 small kernels less for ViT-B/16, half a millisecond of 24 on an H200.
+the norms is added up at once: 140 small kernels less for ViT-B/16, half a millisecond of 24 on an H200. Where norms alone
+are asked for, factors are not held until all have come: see `waiting.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from eachgrad.blocks import Dense, Outer, Summed, arithmetic, form
-from eachgrad.blocks.arithmetic import accumulation_dtype, cast, real_dtype, squared_norms, sum_of
+from eachgrad.blocks import Dense, Outer, Summed, arithmetic
+from eachgrad.blocks.arithmetic import real_dtype
 from eachgrad.blocks.base import Rough
 from eachgrad.gradient import Gradient, total
 from eachgrad.kernels import many
@@ -25,9 +26,8 @@ from eachgrad.kernels.gram import gram_parts_of_many
 from eachgrad.kernels.joined import joined
 from eachgrad.kernels.launching import is_unwatched
 from eachgrad.kernels.library import DTYPES
+from eachgrad.queries.joining import SMALL, Joined, in_dtype, is_plain, one_by_one, small_key_of, values_of
 
-SMALL = 1 << 13  # numbers of a gradient that is not worth an op of its own
-FEW = 8  # gradients that are not worth a copy side by side: an MLP's three took 1.47 times a plain step's memory, not 1.22
 TOGETHER = 1 << 26  # numbers of all gradients of one launch, about: 256 MiB of sums
 
 
@@ -49,40 +49,6 @@ class Pack(Protocol):
         ...
 
 
-@dataclass
-class Joined:
-    """Small gradients side by side."""
-
-    gradients: list[Gradient] = field(default_factory=list)
-    value: Tensor | None = None  # (B, n), when all are there
-
-    def add(self, gradient: Gradient) -> None:
-        self.gradients.append(gradient)
-
-    def join(self) -> Tensor:
-        if self.value is None:
-            values = _values(self.gradients)
-            parts = [value if value.ndim == 2 else value.reshape(len(value), -1) for value in values]
-            self.value = joined(parts) if arithmetic.on_gpu(parts[0]) else torch.cat(parts, 1)
-        return self.value
-
-    def squares(self) -> Tensor:
-        if len(self.gradients) < FEW:
-            return total([gradient.squared_norms() for gradient in self.gradients])
-        return squared_norms(self.join())
-
-    def spread(self) -> Tensor | None:
-        return None
-
-    def sums(self, c: Tensor, index: Tensor | None, wide: bool) -> dict[str, Tensor]:
-        if len(self.gradients) < FEW:
-            return _one_by_one(self.gradients, c, index, wide)
-        value = self.join() if index is None else self.join()[index.to(self.join().device)]
-        found = sum_of(c.to(value.device), value) if c.numel() else value.new_zeros(value.shape[1])
-        parts = found.split([gradient.parameter.numel() for gradient in self.gradients])
-        return _in_dtype(self.gradients, list(parts), wide)
-
-
 class Holders:
     """Which pack has each gradient of a batch, for the questions that are asked together.
 
@@ -93,6 +59,13 @@ class Holders:
     def __init__(self) -> None:
         # Not the gradients themselves, which are to be free early: another one may come to lie where one has been.
         self._found: dict[int, tuple[ref[Gradient], Held]] = {}
+        self._joined: dict[tuple[int, ...], Joined] = {}  # by their gradients, which these packs hold
+
+    def shared(self, pack: Joined, reads: str) -> Joined:
+        """The pack that another question has of the same small gradients, or this one; for a question that `reads` so."""
+        found = self._joined.setdefault(tuple(map(id, pack.gradients)), pack)
+        found.reads.append(reads)
+        return found
 
     def note(self, gradient: Gradient, pack: Held) -> None:
         self._found[id(gradient)] = ref(gradient), pack
@@ -140,19 +113,19 @@ class Apart(Held):
     def measured(self, some: list[Gradient]) -> tuple[Tensor, Tensor | None]:
         # Another question may have found the norms of some since they were packed.
         known = [gradient.squared_norms() for gradient in some if gradient.has_norms]
-        values = _values([gradient for gradient in some if not gradient.has_norms])
+        values = values_of([gradient for gradient in some if not gradient.has_norms])
         found = [many.squares_of_many(values)] if values else []
         return total([*found, *known]) if known else found[0], None
 
     def sums(self, c: Tensor, index: Tensor | None, wide: bool) -> dict[str, Tensor]:
         if index is not None or c.requires_grad:
-            return _one_by_one(self.gradients, c, index, wide)
+            return one_by_one(self.gradients, c, index, wide)
         answer: dict[str, Tensor] = {}
         # A compiler frees the gradients of one launch before the next one's answers take their room.
         for some in _in_turn(self.gradients):
-            values = _values(some)
+            values = values_of(some)
             found = many.weighted_of_many(c.to(values[0].device, torch.float32), values)
-            answer |= _in_dtype(some, found, wide)
+            answer |= in_dtype(some, found, wide)
         return answer
 
 
@@ -166,18 +139,18 @@ class Crossed(Held):
 
     def add(self, gradient: Gradient) -> None:
         super().add(gradient)
-        block = _outer(gradient)
+        block = outer_of(gradient)
         self.unit = block.unit
         # A compiler frees what nobody reads later, and joins the norms itself (launches.py). Otherwise all have one turn.
         if not is_unwatched(block.left):
-            self.parts[id(gradient)] = block.parts()
+            self.parts[id(gradient)] = gradient.once("parts", block.parts)
 
     def measured(self, some: list[Gradient]) -> tuple[Tensor, Tensor | None]:
         known = all(id(gradient) in self.parts for gradient in some)
         found, bound = (self._joined(some) if known else _crossed_sums(some)).unbind()
 
         def exact(index: Tensor) -> Tensor:
-            return total([_outer(gradient).exact(index) for gradient in some])
+            return total([outer_of(gradient).exact(index) for gradient in some])
 
         # What rounding leaves is a share of all terms together, and matters as one of the whole norm.
         return Rough(found, bound, exact, self.unit).settled()
@@ -186,30 +159,20 @@ class Crossed(Held):
         return joined([self.parts[id(gradient)] for gradient in some]).sum(2)
 
     def sums(self, c: Tensor, index: Tensor | None, wide: bool) -> dict[str, Tensor]:
-        return _one_by_one(self.gradients, c, index, wide)
+        return one_by_one(self.gradients, c, index, wide)
 
 
 def _crossed_sums(gradients: list[Gradient]) -> Tensor:
     """Squared norms of all together, and the sizes of their terms, by few launches: (2, B)."""
     kinds: dict[torch.Size, list[Outer]] = {}
     for gradient in gradients:
-        block = _outer(gradient)
+        block = outer_of(gradient)
         kinds.setdefault(block.left.shape[:2], []).append(block)
     found = [gram_parts_of_many([b.left for b in some], [b.right for b in some]) for some in kinds.values()]
     return total([parts.sum((0, 3)) for parts in found])
 
 
-def _one_by_one(gradients: list[Gradient], c: Tensor, index: Tensor | None, wide: bool) -> dict[str, Tensor]:
-    """The sums of gradients, each of which is free when its sum is there."""
-    answer = {}
-    while gradients:
-        gradient = gradients.pop(0)
-        taken = gradient if index is None else gradient.take(index)
-        answer[gradient.name] = taken.weighted_sum(c, wide)
-    return answer
-
-
-def _outer(gradient: Gradient) -> Outer:
+def outer_of(gradient: Gradient) -> Outer:
     block = gradient.checked()
     assert isinstance(block, Outer)
     return block
@@ -222,24 +185,21 @@ def key_of(gradient: Gradient, holders: Holders | None = None) -> Key | None:
     """What gradients in one pack have in common, its kind first; None: this one goes by itself.
 
     With `holders` it is kept until all have come, whether packed or not. Only then are large ones packed, into one pack.
+    Without, its norms alone are asked for; what it is made of may wait for a few others.
     """
     held = holders is not None and holders.of(gradient) is None
     block = gradient.checked()
     if gradient.has_norms:
         return None
     if isinstance(block, Outer):
-        return _crossed(gradient, block) if held else None
-    if not isinstance(block, Dense):
-        return None
+        return _crossed(gradient, block) if held or holders is None else None
     if held and isinstance(block, Summed) and block.terms is not None and gradient.parameter.numel() <= SMALL:
         return Joined, block.terms.device, torch.float32  # as what it will be
-    value = block.value
-    if value.dtype.is_complex or value.requires_grad or gradient.parameter.dtype.is_complex:
-        return None
-    if gradient.parameter.numel() <= SMALL:
-        return Joined, value.device, value.dtype
-    if held and _is_large(gradient, value):
-        return Apart, value.device, value.dtype
+    small = small_key_of(gradient)
+    if small is not None or not isinstance(block, Dense):
+        return small
+    if held and is_plain(gradient, block.value) and _is_large(gradient, block.value):
+        return Apart, block.value.device, block.value.dtype
     return None
 
 
@@ -268,20 +228,3 @@ def _in_turn(gradients: list[Gradient]) -> Iterator[list[Gradient]]:
             some, numbers = [], 0
     if some:
         yield some
-
-
-def _values(gradients: list[Gradient]) -> list[Tensor]:
-    blocks = [block for gradient in gradients if (block := gradient.checked()) is not None]
-    form(blocks)
-    return [block.dense() for block in blocks]
-
-
-def _in_dtype(gradients: list[Gradient], sums: list[Tensor], wide: bool) -> dict[str, Tensor]:
-    """{name: sum}, each in the shape and the dtype of its parameter, or in float32 or better."""
-    answer = {}
-    for gradient, value in zip(gradients, sums, strict=True):
-        dtype = gradient.parameter.dtype
-        dtype = accumulation_dtype(dtype) if wide else dtype
-        value = value if value.shape == gradient.parameter.shape else value.view(gradient.parameter.shape)
-        answer[gradient.name] = cast(value, dtype)
-    return answer

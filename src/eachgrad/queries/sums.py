@@ -14,7 +14,9 @@ from eachgrad.blocks import Outer, Summed, form
 from eachgrad.blocks.base import Shared
 from eachgrad.gradient import Gradient, root, settle, total
 from eachgrad.queries.base import Over, PerParameter, PerSample, Query, Running
+from eachgrad.queries.joining import Joined
 from eachgrad.queries.packing import Held, Pack, key_of
+from eachgrad.queries.waiting import Measuring, pack_for_norms, room_of
 from eachgrad.selection import check_clipping, clip_factors, grouped
 
 
@@ -39,7 +41,8 @@ class RunningNorms(PerSample):
     def begin(self, batch_size: int, costs: Mapping[str, plan.Cost]) -> None:
         super().begin(batch_size, costs)
         self.shared = Shared()
-        self.packs: dict[Any, Pack] = {}
+        self.packs: dict[Any, Measuring] = {}
+        self.room = room_of(costs, self.over.budget)
         self.awaited: dict[Held, list[Gradient]] = {}  # in packs of a clipped sum, which computes the norms
 
     def row(self, gradient: Gradient) -> Tensor:
@@ -50,11 +53,16 @@ class RunningNorms(PerSample):
         if pack is not None:
             self.awaited.setdefault(pack, []).append(gradient)
         elif key is not None:
-            self.packs.setdefault(key, key[0]()).add(gradient)
+            if key not in self.packs:
+                self.packs[key] = pack_for_norms(key[0], gradient, self.room)
+            self.packs[key].add(gradient)
         else:
             super().add(gradient)
 
     def again(self) -> set[str]:
+        for key, some in self.packs.items():
+            if isinstance(some, Joined):
+                self.packs[key] = self.holders.shared(some, self.reads)
         for pack, some in self.awaited.items():
             self.gather("", pack.squares_of(some))
         self.awaited = {}  # what they hold is free before anything runs again
