@@ -447,6 +447,43 @@ def test_whole_steps_of_norms(name, dynamic, as_on_a_gpu):
     assert as_on_a_gpu.doubts == [2 if "same" in WORKS[name] else 1] * len(as_on_a_gpu)
 
 
+class Parallel(nn.Module):
+    """16 layers that read two positions alike: what the gradients of these add up to is a small part of each, or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 48, bias=False) for _ in range(16)])
+
+    def forward(self, x: Tensor, share: Tensor) -> Tensor:
+        out = torch.stack([layer(x) for layer in self.layers], 3).float()
+        return (out[:, 0] - share[:, None] * out[:, 1]).flatten(1).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("cancelled", [0, 1, 16])
+def test_a_doubt_about_one_sample(cancelled, as_on_a_gpu, monkeypatch):
+    """All layers of a sample cancel: the step is doubted, and answered eagerly. One of sixteen does: the norm is right."""
+    doubts = []
+    has_doubt = step.Step.has_doubt
+    monkeypatch.setattr(step.Step, "has_doubt", lambda self: doubts.append(has_doubt(self)) or doubts[-1])
+
+    def losses(model: nn.Module, x: Tensor, share: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x, share)[:, 0]
+
+    torch.manual_seed(0)
+    model = Parallel()
+    ask = eachgrad.compile(model, losses, backend="aot_eager", norms=eachgrad.norms())
+    for n in range(3):
+        x = torch.randn(3, 1, 16).expand(3, 2, 16).contiguous()
+        share = torch.full((3, 16), -0.5)
+        share[1, : cancelled if n == 2 else 0] = 1 - 2.0**-6
+        got = ask(x, share)
+    assert not ask.reasons()
+    want = x[:, 0].bfloat16().double().norm(dim=1) * 48**0.5 * (1 - share.double()).norm(dim=1)
+    torch.testing.assert_close(got.norms.double(), want, rtol=1e-5, atol=0)
+    assert any(doubts) == (cancelled == 16)
+
+
 def test_norms_alone_as_they_were(as_on_a_gpu):
     torch.manual_seed(0)
     ask = eachgrad.compile(Layers(), losses, backend="aot_eager", norms=eachgrad.norms())

@@ -63,7 +63,8 @@ class Passing:
             self._let_go()
         self.waiting.append(gradient)
         self.bytes += size
-        if len(self.waiting) == MOST or (self.room is not None and self.bytes >= self.room):
+        # Nobody waits for one that will not fit, if it is as large.
+        if len(self.waiting) == MOST or (self.room is not None and self.bytes + size > self.room):
             self._let_go()
 
     def squares(self) -> Tensor:
