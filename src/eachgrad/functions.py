@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import types
@@ -196,6 +197,34 @@ class _ForcedEager:
 
 
 _stance = _ForcedEager()
+
+
+class _Uncollected:
+    """Python looks for no cycles, from the first who enters to the last who leaves.
+
+    A step makes some thousand small objects that live until it ends, and every few hundred of them Python looks at all that
+    are young. Those that were looked at twice count as old, and once there are enough of these it looks at every object there
+    is (benchmarks/host.py prints what it takes).
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.inside, self.was_on = threading.Lock(), 0, False
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.inside:
+                self.was_on = gc.isenabled()
+                gc.disable()
+            self.inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.inside -= 1
+            if not self.inside and self.was_on:
+                gc.enable()
+
+
+uncollected = _Uncollected()
 
 
 def unseen(function: Callable[P, R]) -> Callable[P, R]:

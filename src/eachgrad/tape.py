@@ -16,7 +16,7 @@ from eachgrad import checks, foreign, lossgraph, recall, scalar, stream
 from eachgrad.capture import Recorder
 from eachgrad.cover import Halved, Solved, accept, check_complete
 from eachgrad.errors import CaptureError
-from eachgrad.functions import as_written, precise, uncompiled, unseen
+from eachgrad.functions import as_written, precise, uncollected, uncompiled, unseen
 from eachgrad.gradient import Gradient, costs_of
 from eachgrad.grads import PerSampleGrads
 from eachgrad.graph import Node, graph_nodes, named_trainable, node_of, tensors_in
@@ -112,6 +112,7 @@ class Tape:
             self.model.register_forward_hook(self._leaving),
         ]
         self._settings = ExitStack()
+        self._settings.enter_context(uncollected)
         self._settings.enter_context(as_written())  # so that the ops of what the user compiled can be seen
         self._settings.enter_context(self.recorder.kernels())
         self._settings.enter_context(foreign.modules_watched(self.recorder, self.model))
@@ -194,7 +195,8 @@ class Tape:
         def visit(add: Callable[[Gradient], None], names: set[str] | None) -> None:
             stream.visit(passes, losses, counted, parameters, add, names, last=not twice or names is not None)
 
-        asked.run(over, len(losses), plan.costs, visit)
+        with uncollected:
+            asked.run(over, len(losses), plan.costs, visit)
 
     def _check_askable(self, losses: Tensor, reduction: str | None) -> None:
         if self._state == "recording":
