@@ -22,6 +22,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
@@ -71,6 +72,7 @@ class Recorder(TorchFunctionMode):
         self.replaying = False  # a checkpoint runs its forward again: do the same, record nothing
         self.unseen = False  # the backward of an autograd.Function is running
         self.rerun = False  # a checkpoint has run a use again
+        self.may_rerun = False  # hooks decide what a use keeps for its backward, as a checkpoint's do
         self.on_recompute: Callable[[Use], None] | None = None  # a reentrant one: hand each use over
         self.without_rule: dict[str, str] = {}  # parameter -> op it met that has no rule
         self.loose: dict[int, Tensor] = {}
@@ -247,6 +249,7 @@ class Recorder(TorchFunctionMode):
         return sdpa_kernel(SDPBackend.MATH) if self.create_graph else nullcontext()
 
     def add(self, use: Use) -> None:
+        self.may_rerun = self.may_rerun or _top_saved_tensors_default_hooks(False) is not None
         if use.strong:
             self.tensors.tap_nodes.add(use.tap.node)
         for alias in use.aliases:
@@ -309,5 +312,5 @@ def _seen_in_a_derivative(recorder: ref[Recorder]) -> None:
 
 def _recomputes() -> bool:
     """Whether a checkpoint is running its forward again: its hooks for saved tensors are the innermost."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+    hooks = _top_saved_tensors_default_hooks(False)
     return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -36,6 +36,8 @@ class Passes:
         recorder.tensors.find_functions(written)
         self.recorded = len(recorder.uses)
         self.reentrant = any(node.name() == "CheckpointFunctionBackward" for node in written)
+        # Whether a backward may run ops of the forward again, or others that are to be seen.
+        self.reruns = recorder.may_rerun or self.reentrant or any(map(is_function, written))
         self.leaves = [v for node in self.nodes if (v := getattr(node, "variable", None)) is not None]
 
     @cached_property
@@ -125,11 +127,13 @@ class Passes:
         before, again, handles = self.recorder.uses[: self.recorded], [], []
 
         def watch(n: int, use: Use) -> None:
-            handles.append(use.tap.watch(partial(hand_over, n)))
+            handles.append(use.tap.watch(partial(handed, n)))
 
         def hand_over(n: int, g: Tensor) -> None:
             with self.recorder.away():  # the library itself is at work, which nobody records
                 arrived(n, g)
+
+        handed = hand_over if self.reruns else arrived
 
         def recomputed(use: Use) -> None:
             again.append(use)
@@ -141,7 +145,7 @@ class Passes:
             watch(n, use)
         self.recorder.on_recompute = recomputed if self.reentrant else None
         try:
-            with self.recorder.replay():
+            with self.recorder.replay() if self.reruns else nullcontext():
                 _backward(roots, weights, retain_graph=keep)
         finally:
             self.recorder.on_recompute = None

@@ -160,8 +160,9 @@ class Arrived:
         self.use, self.tensors = use, [(t, t._version) for t in tensors]
 
     def check_versions(self) -> None:
-        if any(t._version != version for t, version in self.tensors):
-            refuse_written(self.use)
+        for t, version in self.tensors:
+            if t._version != version:
+                refuse_written(self.use)
 
 
 def refuse_written(use: Use) -> None:

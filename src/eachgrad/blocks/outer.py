@@ -26,7 +26,7 @@ from eachgrad.blocks.base import Block, Fold, Measured, Rough, Shared
 from eachgrad.kernels.gram import gram_norms, gram_parts
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen, which takes longer to make: each use has one
 class Outer(Block):
     """g[i] = sum_t left[i,t,:] right[i,t,:]^T, of shape (p, d), or `shape` when that is given."""
 

@@ -35,7 +35,8 @@ def _in_order(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 @rule(F.linear, lead=all_but_last, values=False, run=_in_order)
 def _linear(g: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict[str, Block]:
-    g, x = positions(g), positions(cast(input, g.dtype)).conj()
+    g, x = positions(g), positions(cast(input, g.dtype))
+    x = x.conj() if x.is_complex() else x
     if weight.ndim == 1:  # one output, which has no dimension of its own
         raise NeedsLoop
     found: dict[str, Block] = {"weight": Outer(g, x)}
