@@ -1,6 +1,6 @@
 """The host's part of an eager step: how long Python takes to start a clipped sum, beside a plain forward and backward.
 
-    python benchmarks/host.py [--models gpt2 vit resnet18] [--rounds 40] [--json FILE.json] [--profile KEY]
+    python benchmarks/host.py [--models gpt2 vit resnet18 lora] [--rounds 40] [--json FILE.json] [--profile KEY]
 
 On a GPU an eager step is as fast as the host can start its kernels. So the models of benchmarks/gpu.py are run at their
 depth on one core of a CPU, but so narrow that next to nothing is computed, under autocast to bfloat16. `forward` is the
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_models import Decoder, Setup, ViT, conv, image_losses, resnet, token_losses
+from gpu_models import Decoder, Setup, ViT, conv, image_losses, resnet, token_losses, with_lora
 from timing import WARM_UP, about, write
 from torch import Tensor, nn
 
@@ -44,7 +44,12 @@ def resnet18() -> Setup:
     return Setup(model, torch.randn(4, 3, 8, 8), torch.randint(10, (4,)), image_losses)
 
 
-MODELS: dict[str, Callable[[], Setup]] = {"gpt2": gpt2, "vit": vit, "resnet18": resnet18}
+def lora() -> Setup:
+    ids = torch.randint(64, (2, 4, 8))
+    return Setup(with_lora(Decoder(32, 16, 2, 64, 8, tied=False), 2), ids[0], ids[1], token_losses)
+
+
+MODELS: dict[str, Callable[[], Setup]] = {"gpt2": gpt2, "vit": vit, "resnet18": resnet18, "lora": lora}
 
 
 class Collector:
@@ -72,7 +77,7 @@ class Step:
 
     def __init__(self, setup: Setup):
         self.setup = setup
-        self.parameters = list(setup.model.parameters())
+        self.parameters = [p for p in setup.model.parameters() if p.requires_grad]
 
     def losses(self) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
