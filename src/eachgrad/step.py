@@ -21,7 +21,6 @@ from eachgrad.ordering import in_order, soon
 from eachgrad.padding import opened
 from eachgrad.recompute import recompute, turn_of
 from eachgrad.replay import Memory, Replay, Replays
-from eachgrad.scaling import divide_within
 from eachgrad.sizes import of_any_size
 from eachgrad.tidy import changes, may_differ, merge, narrow, narrow_signs, write_apart
 
@@ -160,7 +159,6 @@ def _tidied(traced: GraphModule, options: dict[str, Any], share: float) -> dict[
             traced.graph = laid_out(traced)
             soon(traced.graph, turn_of(traced.graph))
             together(traced.graph)
-            divide_within(traced.graph)
             write_over(traced.graph)  # last: whatever moves nodes takes a graph that does not write
             options = in_order(options)
     traced.recompile()

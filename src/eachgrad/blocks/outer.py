@@ -67,17 +67,13 @@ class Outer(Block):
         return self._sum(scaled(left, c), right, mirrored=on_gpu(left) and is_traced(left))
 
     def mean(self, c: Tensor) -> Tensor:
-        # Nothing is scaled: a copy of a factor would be written for it. A compiler divides as it multiplies (scaling.py).
-        return self._sum(*self._factors(), count=len(c))
+        # Nothing is scaled: a copy of a factor would be written for it.
+        return self._sum(*self._factors()) / len(c)
 
-    def _sum(self, left: Tensor, right: Tensor, mirrored: bool = False, count: int | None = None) -> Tensor:
-        """The sum over samples and positions of their products, (*shape), divided by `count`.
-
-        `mirrored`: by the transposed product.
-        """
+    def _sum(self, left: Tensor, right: Tensor, mirrored: bool = False) -> Tensor:
+        """The sum over samples and positions of their products, (*shape); `mirrored`: by the transposed product."""
         left, right = _flat(left, right)  # positions and samples in the order that needs no copy
         value = product(right.mT, left).mT.contiguous() if mirrored else product(left.mT, right)
-        value = value if count is None else value / count
         return value if self.shape is None else value.reshape(self.shape)
 
     def measured(self, shared: Shared | None = None) -> Measured:
