@@ -16,13 +16,16 @@ from eachgrad.kernels import (
     gram,
     joined,
     many,
+    many_positions,
     norm_sums,
     positions,
     signals,
     squares_and_mean,
 )
 
-MODULES = (channel_sums, convolution, entropy, gram, joined, many, norm_sums, positions, signals, squares_and_mean)
+MODULES = (
+    channel_sums, convolution, entropy, gram, joined, many, many_positions, norm_sums, positions, signals, squares_and_mean,
+)  # fmt: skip
 B, T, n = 17, 40, 24
 WINDOW = ([3, 3], [1, 1], [1, 1], [1, 1])
 half = torch.bfloat16
@@ -67,6 +70,7 @@ ASKED = {
         lambda: [*rows(2), torch.empty(B, T, 1), torch.empty(B, T, 1)],
     ),
     "position_sums": (lambda *values: ops.position_sums([*values], 2), lambda: rows(2)),
+    "position_sums_of_many": (lambda *values: ops.position_sums_of_many([*values]), lambda: rows(3)),
     "signal": (
         lambda value: ops.signal(value.new_empty((), dtype=torch.bool), [value], 0)[1],
         lambda: [torch.empty(B, n)],

@@ -28,7 +28,7 @@ def new_empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = No
     else:
         return like.new_empty(shape, dtype=dtype)
     sizes = tuple(shape)
-    return make(sizes, _strides(sizes), dtype)
+    return make(sizes, _strides(sizes), dtype)  # of a tensor that is there all sizes are numbers
 
 
 @lru_cache(4096)

@@ -44,14 +44,21 @@ class Tiling(NamedTuple):
     parts: int  # of the positions
 
 
-@lru_cache(4096)  # asked three times for every sum
 def tiling(B: int, T: int, n: int) -> Tiling:
     """The tiles for B samples of T positions of n numbers."""
+    # Asked three times for every sum. A symbol cannot be looked up.
+    return (_known_tiling if type(B) is type(T) is type(n) is int else _tiling)(B, T, n)
+
+
+def _tiling(B: int, T: int, n: int) -> Tiling:
     # Of seven on an H200 the fastest for (16, 1024, 3072), 28 us, and (64, 197, 768); for (16, 1024, 768) the other, 24 us
     # instead of 33 for two tensors.
     rows, columns, warps = (64, 64, 4) if B * -(-n // 64) >= 2 * PROGRAMS else (128, 32, 8)
     parts = -(-PROGRAMS // max(1, B * -(-n // columns)))
     return Tiling(rows, columns, warps, max(1, min(parts, T // rows)))
+
+
+_known_tiling = lru_cache(4096)(_tiling)
 
 
 def _room(values: Sequence[Tensor], parts: int) -> Tensor:
