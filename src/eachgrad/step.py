@@ -159,8 +159,8 @@ def _tidied(traced: GraphModule, options: dict[str, Any], share: float) -> dict[
             traced.graph = laid_out(traced)
             soon(traced.graph, turn_of(traced.graph))
             together(traced.graph)
-            write_over(traced.graph)  # last: whatever moves nodes takes a graph that does not write
-            options = in_order(options)
+            over = write_over(traced.graph)  # last: whatever moves nodes takes a graph that does not write
+            options = in_order(options, whole=over > 0)
     traced.recompile()
     return options
 
