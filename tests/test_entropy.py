@@ -217,6 +217,17 @@ MODELS = {
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_compiled_step(name, half, dynamic, monkeypatch, fresh_compiler):
+    assert_as_eagerly(name, half, dynamic, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["tied", "sixteen bits"])
+def test_rows_that_a_compiler_would_leave_gaps_between(name, monkeypatch, fresh_compiler):
+    """As it does on a GPU from 1024 numbers on: the gradient is written over the logits all the same."""
+    with torch._inductor.config.patch(disable_padding_cpu=False, padding_stride_threshold=0):
+        assert_as_eagerly(name, True, False, monkeypatch)
+
+
+def assert_as_eagerly(name: str, half: bool, dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made, how, wanted = MODELS[name]
     counts: list[int] = []
     over: list[int] = []
