@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import eachgrad
+from eachgrad import foreign
 from eachgrad.functions import uncollected
 
 
@@ -81,3 +82,17 @@ def test_of_two_threads_the_last_one_puts_it_back():
     leave.set()
     thread.join()
     assert gc.isenabled()
+
+
+def test_it_is_left_as_it_was_where_a_recording_cannot_begin(monkeypatch: pytest.MonkeyPatch):
+    gc.enable()
+    model = nn.Linear(3, 2)
+    monkeypatch.setattr(foreign, "modules_watched", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), eachgrad.record(model):
+        pass
+    assert gc.isenabled()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    monkeypatch.undo()
+    with eachgrad.record(model):
+        model(torch.randn(4, 3))

@@ -111,12 +111,14 @@ class Tape:
             self.model.register_forward_pre_hook(self._entering, with_kwargs=True),
             self.model.register_forward_hook(self._leaving),
         ]
-        self._settings = ExitStack()
-        self._settings.enter_context(uncollected)
-        self._settings.enter_context(as_written())  # so that the ops of what the user compiled can be seen
-        self._settings.enter_context(self.recorder.kernels())
-        self._settings.enter_context(foreign.modules_watched(self.recorder, self.model))
-        self.recorder.__enter__()
+        with ExitStack() as settings:
+            settings.callback(self._unhook)
+            settings.enter_context(uncollected)
+            settings.enter_context(as_written())  # so that the ops of what the user compiled can be seen
+            settings.enter_context(self.recorder.kernels())
+            settings.enter_context(foreign.modules_watched(self.recorder, self.model))
+            self.recorder.__enter__()
+            self._settings = settings.pop_all()  # from here on they are left by `__exit__`
         _active.tape, self._state = self, "recording"
         return self
 
@@ -127,6 +129,8 @@ class Tape:
         _active.tape, self._state = None, "recorded"
         # What autograd makes from here on is no part of the recording.
         self._end = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _unhook(self) -> None:
         for hook in self._hooks:
             hook.remove()
 

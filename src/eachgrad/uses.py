@@ -57,7 +57,9 @@ def _by_places(use: Use, g: Tensor, layout: lay.Layout) -> list[Block | None] | 
     """
     rule, args = use.rule, use.args
     names = rule.plain_names
-    if names is None or use.kwargs or len(args) > len(names) or type(layout) is not lay.Along or layout.dim:
+    if names is None or use.kwargs or not rule.plain_required <= len(args) <= len(names):
+        return None
+    if type(layout) is not lay.Along or layout.dim:
         return None
     if torch.is_grad_enabled():  # as it is not in the hooks of a backward
         return None

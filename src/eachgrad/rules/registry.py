@@ -93,8 +93,13 @@ class Rule:
 
     @cached_property
     def plain_defaults(self) -> tuple[Any, ...]:
-        """What each of them is, if it is not given."""
+        """What each of them is, if it is not given; the first few may have to be."""
         return tuple([self._defaults.get(name) for name in self._names or ()])
+
+    @cached_property
+    def plain_required(self) -> int:
+        """How many of them must be given."""
+        return len([name for name in self._names or () if name not in self._defaults])
 
     @cached_property
     def _order(self) -> list[str] | None:
