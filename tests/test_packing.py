@@ -325,6 +325,11 @@ def test_what_is_not_packed(as_on_a_gpu, monkeypatch):
     assert key(value, torch.zeros(8, 9, dtype=torch.float64)) is None
     assert packing.key_of(Gradient("w", value[0], Dense(value), B)) is None  # not held
     assert packing.key_of(Gradient("w", value[0], Outer(value, value), B), holders=packing.Holders()) is None
+    # Eagerly whatever is not small is one of many in a launch.
+    monkeypatch.setattr(packing, "is_unwatched", lambda t: True)
+    assert key(value[:, :6]) == (packing.Apart, value.device, value.dtype)
+    assert key(value.mT) is None
+    assert key(value.double()) is None
     monkeypatch.setattr(arithmetic, "on_gpu", lambda t: False)
     assert key(value) is None
 

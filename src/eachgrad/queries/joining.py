@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from eachgrad.blocks import Block, Dense, arithmetic, form
+from eachgrad.blocks import Block, Dense, Summed, arithmetic, form
 from eachgrad.blocks.arithmetic import accumulation_dtype, cast, sum_of
 from eachgrad.gradient import Gradient, total
 from eachgrad.kernels.joined import joined
@@ -71,9 +71,14 @@ class Joined:
         return in_dtype(self.gradients, list(parts), wide)
 
 
-def small_key_of(gradient: Gradient) -> tuple[type[Joined], torch.device, torch.dtype] | None:
-    """What small gradients in one pack have in common; None: this one goes by itself."""
+def small_key_of(gradient: Gradient, held: bool = False) -> tuple[type[Joined], torch.device, torch.dtype] | None:
+    """What small gradients in one pack have in common; None: this one goes by itself.
+
+    `held`: it is kept until all have come, and may be formed then.
+    """
     block = gradient.checked()
+    if held and isinstance(block, Summed) and block.terms is not None and gradient.parameter.numel() <= SMALL:
+        return Joined, block.terms.device, torch.float32
     if not isinstance(block, Dense) or gradient.parameter.numel() > SMALL or not is_plain(gradient, block.value):
         return None
     return Joined, block.value.device, block.value.dtype

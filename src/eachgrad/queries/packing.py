@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from eachgrad.blocks import Dense, Outer, Summed, arithmetic
+from eachgrad.blocks import Dense, Outer, arithmetic
 from eachgrad.blocks.arithmetic import real_dtype
 from eachgrad.blocks.base import Rough
 from eachgrad.gradient import Gradient, total
@@ -26,7 +26,7 @@ from eachgrad.kernels.gram import gram_parts_of_many
 from eachgrad.kernels.joined import joined
 from eachgrad.kernels.launching import is_unwatched
 from eachgrad.kernels.library import DTYPES
-from eachgrad.queries.joining import SMALL, Joined, in_dtype, is_plain, one_by_one, small_key_of, values_of
+from eachgrad.queries.joining import Joined, in_dtype, is_plain, one_by_one, small_key_of, values_of
 
 TOGETHER = 1 << 26  # numbers of all gradients of one launch, about: 256 MiB of sums
 
@@ -193,9 +193,7 @@ def key_of(gradient: Gradient, holders: Holders | None = None) -> Key | None:
         return None
     if isinstance(block, Outer):
         return _crossed(gradient, block) if held or holders is None else None
-    if held and isinstance(block, Summed) and block.terms is not None and gradient.parameter.numel() <= SMALL:
-        return Joined, block.terms.device, torch.float32  # as what it will be
-    small = small_key_of(gradient)
+    small = small_key_of(gradient, held)
     if small is not None or not isinstance(block, Dense):
         return small
     if held and is_plain(gradient, block.value) and _is_large(gradient, block.value):
@@ -214,7 +212,8 @@ def _is_large(gradient: Gradient, value: Tensor) -> bool:
         return False
     # In one pack all norms have one dtype. Samples that do not lie in one piece would be copied, twice.
     fits = real_dtype(gradient.parameter.dtype) == torch.float32 and value[0].is_contiguous()
-    return fits and value[0].numel() >= arithmetic.LARGE
+    # Eagerly two ops for each take longer to start than one launch for all of those that are not small, as LoRA's are.
+    return fits and (is_unwatched(value) or value[0].numel() >= arithmetic.LARGE)
 
 
 def _in_turn(gradients: list[Gradient]) -> Iterator[list[Gradient]]:
