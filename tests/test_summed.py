@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -96,13 +98,34 @@ def test_biases_wait_where_their_terms_are_held_anyway(waits: list[int], monkeyp
     assert_same({n: g.double() for n, g in found.grad.items()}, want, 1e-4)
 
 
-def test_norms_alone_hold_no_terms(waits: list[int]):
-    """A sum that nobody else holds the terms of is formed at once."""
+@pytest.mark.parametrize("query", [eachgrad.norms(), eachgrad.clipped_sum(0.5)], ids=["norms", "clipped sum"])
+@pytest.mark.parametrize("trained", [True, False], ids=["weights too", "biases alone"])
+def test_terms_that_nobody_else_holds_are_let_go(
+    waits: list[int], query, trained: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """A sum that nobody else holds the terms of is formed at once, and nothing that is kept of it holds them."""
     model, x = Net(), torch.randn(B, T, d)
-    for _ in range(3):
+    for layer in model.layers:
+        layer.weight.requires_grad_(trained)
+    terms, most = list[weakref.ref](), 0
+    own = Summed.__init__
+
+    def made(self: Summed, given: Tensor) -> None:
+        nonlocal most
+        terms.append(weakref.ref(given))
+        own(self, given)
+        most = max(most, sum(one() is not None for one in terms))
+
+    monkeypatch.setattr(Summed, "__init__", made)
+    for _ in range(3):  # the third streams
+        terms.clear()
         waits.clear()
-        asked(model, x, norms=eachgrad.norms())
+        most = 0
+        asked(model, x, answer=query)
     assert waits == []
+    assert len(terms) == 10
+    # A clipped sum on a CPU holds the weights' factors, which the terms are.
+    assert most <= (10 if trained and isinstance(query, sums.ClippedSum) else 2)
 
 
 def test_what_changes_the_terms_meanwhile_is_seen():

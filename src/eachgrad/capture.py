@@ -72,7 +72,7 @@ class Recorder(TorchFunctionMode):
         self.replaying = False  # a checkpoint runs its forward again: do the same, record nothing
         self.unseen = False  # the backward of an autograd.Function is running
         self.rerun = False  # a checkpoint has run a use again
-        self.may_rerun = False  # hooks decide what a use keeps for its backward, as a checkpoint's do
+        self.may_rerun = False  # a use, or an op of the library's own, may be run again by a checkpoint
         self.on_recompute: Callable[[Use], None] | None = None  # a reentrant one: hand each use over
         self.without_rule: dict[str, str] = {}  # parameter -> op it met that has no rule
         self.loose: dict[int, Tensor] = {}
@@ -132,6 +132,7 @@ class Recorder(TorchFunctionMode):
             losses = None
             if special and func is F.cross_entropy and self.by_kernels:
                 losses = eager_entropy.row_losses(*args, **kwargs)
+                self.may_rerun = self.may_rerun or (losses is not None and _has_hooks())
             return self._passed(func, args, kwargs, found, strong, call, losses)
         with tensors.watched():
             return self._carried(func, args, kwargs, found, carriers, strong, call)
@@ -249,7 +250,7 @@ class Recorder(TorchFunctionMode):
         return sdpa_kernel(SDPBackend.MATH) if self.create_graph else nullcontext()
 
     def add(self, use: Use) -> None:
-        self.may_rerun = self.may_rerun or _top_saved_tensors_default_hooks(False) is not None
+        self.may_rerun = self.may_rerun or _has_hooks()
         if use.strong:
             self.tensors.tap_nodes.add(use.tap.node)
         for alias in use.aliases:
@@ -308,6 +309,11 @@ def _seen_in_a_derivative(recorder: ref[Recorder]) -> None:
     # A backward that is itself to be differentiated, and not the library's own.
     if found is not None and torch.is_grad_enabled() and not found.replaying:
         found.differentiated = True
+
+
+def _has_hooks() -> bool:
+    """Whether hooks decide what an op keeps for its backward, as a checkpoint's do."""
+    return _top_saved_tensors_default_hooks(False) is not None
 
 
 def _recomputes() -> bool:

@@ -89,6 +89,10 @@ class RowEntropies(torch.autograd.Function):
         # Under autocast a cross entropy is in float32, whatever the logits are in.
         is_wide = torch.is_autocast_enabled(logits.device.type)
         classes = target.reshape(-1)
+        # The kernel gives NaN for a target that is no class, and a clipped sum may be asked to leave NaN out. As with torch's
+        # own op, an assertion of the device fails.
+        known = (classes >= 0) & (classes < logits.shape[1]) | (classes == ignored)
+        torch.ops.aten._assert_async.msg(known.all(), f"a target of cross_entropy is none of {logits.shape[1]} classes")
         sums = direct(_losses, kernel.launched, target, _rows(logits.detach()), classes, ignored)
         ctx.ignored = ignored
         ctx.save_for_backward(logits, sums, target)

@@ -219,9 +219,9 @@ class _Uncollected:
 
     def __exit__(self, *error: object) -> None:
         with self.lock:
-            self.inside -= 1
-            if not self.inside and self.was_on:
+            if self.inside == 1 and self.was_on:
                 gc.enable()
+            self.inside -= 1
 
 
 uncollected = _Uncollected()

@@ -86,7 +86,6 @@ class Tape:
         self.outputs: list[Any] = []
         self._thread = threading.get_ident()
         self.disagreeing: set[int] = set()  # sizes of the inputs along the batch dimension
-        self._hooks: list[Any] = []
         self._end = 0
         self._plan: recall.Plan | None = None
         self._state = "new"
@@ -107,32 +106,26 @@ class Tape:
                     "apply it to the answer"
                 )
         self._thread = threading.get_ident()
-        self._hooks = [
-            self.model.register_forward_pre_hook(self._entering, with_kwargs=True),
-            self.model.register_forward_hook(self._leaving),
-        ]
         with ExitStack() as settings:
-            settings.callback(self._unhook)
+            settings.callback(self.model.register_forward_pre_hook(self._entering, with_kwargs=True).remove)
+            settings.callback(self.model.register_forward_hook(self._leaving).remove)
             settings.enter_context(uncollected)
             settings.enter_context(as_written())  # so that the ops of what the user compiled can be seen
             settings.enter_context(self.recorder.kernels())
             settings.enter_context(foreign.modules_watched(self.recorder, self.model))
-            self.recorder.__enter__()
+            settings.enter_context(self.recorder)
             self._settings = settings.pop_all()  # from here on they are left by `__exit__`
         _active.tape, self._state = self, "recording"
         return self
 
     @unseen
     def __exit__(self, *error: Any) -> None:
-        self.recorder.__exit__(*error)
-        self._settings.__exit__(*error)
-        _active.tape, self._state = None, "recorded"
+        try:
+            self._settings.__exit__(*error)
+        finally:
+            _active.tape, self._state = None, "recorded"
         # What autograd makes from here on is no part of the recording.
         self._end = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
-
-    def _unhook(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
 
     @uncompiled
     @precise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -157,11 +158,13 @@ class Arrived:
     lasts = False  # a copy of what has arrived does not depend on it
 
     def __init__(self, use: Use, tensors: list[Tensor]):
-        self.use, self.tensors = use, [(t, t._version) for t in tensors]
+        # What the block lets go of, because its sum is formed, is not held here.
+        self.use, self.tensors = use, [(ref(t), t._version) for t in tensors]
 
     def check_versions(self) -> None:
-        for t, version in self.tensors:
-            if t._version != version:
+        for found, version in self.tensors:
+            t = found()
+            if t is not None and t._version != version:
                 refuse_written(self.use)
 
 
