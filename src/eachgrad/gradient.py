@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from eachgrad.use import Arrived, Use
 
 
-@dataclass(eq=False)  # not frozen, which takes four times as long to make: each parameter has one at every step
+@dataclass(eq=False)  # not frozen, which takes longer to make: each parameter has one at every step
 class Gradient:
     """The B gradients of one parameter, in whatever form they came."""
 

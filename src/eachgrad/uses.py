@@ -38,9 +38,7 @@ def blocks(use: Use, g: Tensor, layout: lay.Layout, B: int, create_graph: bool =
             "be differentiated again. Leave the option out, or ask without create_graph."
         )
     try:
-        found = None if create_graph else _by_places(use, g, layout)
-        if found is None:
-            found = _by_rule(use, g if create_graph else g.detach(), layout, B, create_graph)
+        found = _by_rule(use, g if create_graph else g.detach(), layout, B, create_graph)
     except NeedsLoop:
         return _by_loop(use, g, layout, B, create_graph)
     known = [block for block in found if block is not None]
@@ -48,43 +46,6 @@ def blocks(use: Use, g: Tensor, layout: lay.Layout, B: int, create_graph: bool =
         return tuple(known)
     looped = _by_loop(use, g, layout, B, create_graph)
     return tuple(b if a is None else a for a, b in zip(found, looped, strict=True))
-
-
-def _by_places(use: Use, g: Tensor, layout: lay.Layout) -> list[Block | None] | None:
-    """The same as `_by_rule`, at half its price, of a call such as most are; None for any other.
-
-    Its arguments are given by their places, each source once, and the samples lie along the first dimension.
-    """
-    rule, args = use.rule, use.args
-    names = rule.plain_names
-    if names is None or use.kwargs or not rule.plain_required <= len(args) <= len(names):
-        return None
-    if type(layout) is not lay.Along or layout.dim:
-        return None
-    if torch.is_grad_enabled():  # as it is not in the hooks of a backward
-        return None
-    values, places = [], []
-    for value in args:
-        if isinstance(value, Tensor):
-            values.append(value.detach())
-        elif isinstance(value, (tuple, list, dict)) and tensors_in(value):
-            return None
-        else:
-            values.append(value)
-    for source in use.sources:
-        found = [k for k, value in enumerate(args) if value is source]
-        if len(found) != 1:
-            return None
-        places.append(names[found[0]])
-    values += rule.plain_defaults[len(values) :]
-    if rule.saved:
-        values[-1] = use.saved
-    g = g.detach()
-    if rule.lead(g, dict(zip(names, values, strict=True))) < 1:
-        return None
-    answer = rule.function(g, *values)
-    blocks = [None if isinstance(part := answer.get(name), Unanswered) else part for name in places]
-    return _folded(blocks, layout.fold)
 
 
 def _by_rule(use: Use, g: Tensor, layout: lay.Layout, B: int, create_graph: bool) -> list[Block | None]:

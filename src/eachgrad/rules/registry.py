@@ -86,22 +86,6 @@ class Rule:
         return self.function(g, *positional, **named)
 
     @cached_property
-    def plain_names(self) -> tuple[str, ...] | None:
-        """The arguments, where a call without keywords can be answered by their places alone; None where it cannot."""
-        order = None if self.is_dense or self.takes_batch_dim else self._order
-        return None if order is None else tuple(order)
-
-    @cached_property
-    def plain_defaults(self) -> tuple[Any, ...]:
-        """What each of them is, if it is not given; the first few may have to be."""
-        return tuple([self._defaults.get(name) for name in self._names or ()])
-
-    @cached_property
-    def plain_required(self) -> int:
-        """How many of them must be given."""
-        return len([name for name in self._names or () if name not in self._defaults])
-
-    @cached_property
     def _order(self) -> list[str] | None:
         """The arguments, if all of them may be given by position, as a decorated function may want to have them."""
         names = self._names
