@@ -1,11 +1,25 @@
 """What several test files share."""
 
+import os
+import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from eachgrad import mixing, stream
+
+
+def pytest_configure() -> None:
+    """Some virtual machines announce AMX and kill whoever uses it, as products of bfloat16 do: these are told not to."""
+    cpu = Path("/proc/cpuinfo")
+    if "ONEDNN_MAX_CPU_ISA" in os.environ or not (cpu.exists() and "amx_bf16" in cpu.read_text()):
+        return
+    product = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
+    if subprocess.run([sys.executable, "-c", product]).returncode == -signal.SIGILL:
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"  # read at the first product, and by the workers
 
 
 @pytest.fixture(autouse=True)
