@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -37,6 +37,10 @@ from eachgrad.rules.registry import NoRule, as_called
 from eachgrad.signature import Signature, looked_at
 from eachgrad.tensors import Tensors, names_of
 from eachgrad.use import Use
+
+if TYPE_CHECKING:
+    from eachgrad.familiar import Reader
+    from eachgrad.script import Writer
 
 _Packet = torch._ops.OpOverloadPacket
 # What a function may be in beside the tables of rules, which users add to: most are in none, and are asked for once.
@@ -77,6 +81,7 @@ class Recorder(TorchFunctionMode):
         self.without_rule: dict[str, str] = {}  # parameter -> op it met that has no rule
         self.loose: dict[int, Tensor] = {}
         self.signature = Signature(self.tensors.is_strong)
+        self.follower: Reader | Writer | None = None  # who sees each op first, if this forward has come before
         self.differentiated = False  # a derivative through the recorded forward was taken, to be differentiated again
         self._ops: list[str] = []
         # A weak reference: autograd would keep a strong one, and everything recorded, alive.
@@ -85,7 +90,10 @@ class Recorder(TorchFunctionMode):
     # The mode
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
+        return (self.follower or self.seen)(func, types, args, kwargs or {})
+
+    def seen(self, func: Callable, types: Any, args: tuple, kwargs: dict) -> Any:
+        """An op's result, with what there is to record of it recorded."""
         if func in EXPOSING:
             tell(args[0])
         if self.unseen and not _recomputes():
@@ -188,7 +196,7 @@ class Recorder(TorchFunctionMode):
             return iter(out)
         self.tensors.follow(func, args, kwargs, out, found, call)
         if strong:
-            self._ops.append(getattr(func, "__name__", ""))
+            self.note_op(getattr(func, "__name__", ""))
             self.tensors.mark_strong(out)
             if func is torch.Tensor.__setitem__ or "out" in kwargs:
                 self.tensors.mark_strong((args[0], kwargs.get("out")))
@@ -231,6 +239,21 @@ class Recorder(TorchFunctionMode):
         with self:
             return opened(func)(*args, **kwargs)
 
+    def apart(self, follower: Reader | Writer, func: Callable, types: Any, args: tuple, kwargs: dict) -> Any:
+        """The same with nobody who sees the ops inside it first; not even later, if it fails."""
+        self.follower = None
+        out = self.seen(func, types, args, kwargs)
+        self.follower = follower
+        return out
+
+    def returned(self, func: Callable, args: tuple, kwargs: dict, out: Any) -> Any:
+        """What there is to say of an op's result beside its uses."""
+        found, call = looked_at(args, kwargs)
+        numbers = tuple(map(self.tensors.number, found))
+        if any(numbers):
+            self.signature.add(func, args, kwargs, found, numbers, call)
+        return self._passed(func, args, kwargs, found, any(numbers), call, out)
+
     def away(self) -> _Away:
         """A context: not active for a while, where it is the innermost mode. Nothing is seen, at no cost."""
         return _Away(self)
@@ -263,6 +286,10 @@ class Recorder(TorchFunctionMode):
             self.uses.append(use)
             self._ops.clear()
 
+    def note_op(self, name: str) -> None:
+        """An op of the batch, for messages."""
+        self._ops.append(name)
+
     def place(self) -> Place:
         """Where the user's code is now."""
         return call_site(self.root)
@@ -272,6 +299,11 @@ class Recorder(TorchFunctionMode):
         # By their table alone: a use that knew its recorder would be kept, with all that was recorded, until Python looks
         # for cycles. That took 4 of 48 ms for the twelve layers of a GPT-2 of width 32, on one core.
         return partial(_names_of, self.tensors.parameters, sources)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no op was seen so far."""
+        return not self.uses and self.signature.value == 0 and not self.tensors.count and self.fallback == "refuse"
 
     @property
     def ops_so_far(self) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 A compiled step cannot branch on numbers. Where the eager code would (a norm that cancels and is computed again, a
 sample that is not finite), the traced code goes on and notes a doubt; a step with a doubt is answered by the eager code.
+
+Eager code on a GPU may do the same for a while: to branch it would wait for the device, which would then wait for the host.
 """
 
 from __future__ import annotations
@@ -10,11 +12,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from eachgrad.kernels.signals import Slot, signal
+from eachgrad.kernels.signals import Flag, Slot, signal
+
+D = TypeVar("D", bound="Doubts")
 
 
 @dataclass
@@ -44,6 +49,26 @@ class Doubts:
         return torch.stack([flag.to(device) for flag in self.settled]).any()
 
 
+class Postponed(Doubts):
+    """The same of code that is not traced, which asks for them when the device has enough to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flags: list[Flag] = []
+
+    def settle(self, through: list[Tensor]) -> list[Tensor]:
+        if self.noted:
+            device = self.noted[0].device
+            self.flags.append(Flag(torch.stack([doubt.to(device) for doubt in self.noted]).any()))
+            self.noted.clear()
+        return through
+
+    def wait(self) -> bool:
+        """Whether there is one."""
+        self.settle([])
+        return any(flag.wait() for flag in self.flags)
+
+
 _state = threading.local()
 
 
@@ -54,11 +79,29 @@ def _current() -> Doubts | None:
 @contextmanager
 def gathered() -> Iterator[Doubts]:
     """While this lasts, the code is being traced."""
-    before, _state.doubts = _current(), Doubts()
+    with _in_force(Doubts()) as doubts:
+        yield doubts
+
+
+@contextmanager
+def postponed() -> Iterator[Postponed]:
+    """While this lasts, nothing is decided; what follows has to be done again if there was a doubt."""
+    with _in_force(Postponed()) as doubts:
+        yield doubts
+
+
+@contextmanager
+def _in_force(doubts: D) -> Iterator[D]:
+    before, _state.doubts = _current(), doubts
     try:
-        yield _state.doubts
+        yield doubts
     finally:
         _state.doubts = before
+
+
+def are_gathered() -> bool:
+    """Whether doubts are noted already."""
+    return _current() is not None
 
 
 def settle(through: list[Tensor]) -> list[Tensor]:
@@ -68,10 +111,7 @@ def settle(through: list[Tensor]) -> list[Tensor]:
 
 
 def note(condition: Callable[[], Tensor]) -> bool:
-    """Whether the code is being traced: then the doubt is noted, and nothing may be decided by its value.
-
-    Where nothing is traced the condition is not computed.
-    """
+    """Whether nothing may be decided by this value now: then the doubt is noted. Otherwise it is not computed."""
     doubts = _current()
     if doubts is None:
         return False

@@ -93,6 +93,11 @@ class Gradient:
             self._memo["spread"] = self._real(spread)
         self._memo.pop("rough", None)
 
+    def forget_norms(self) -> None:
+        """They are to be found again."""
+        for name in ("squares", "spread", "rough"):
+            self._memo.pop(name, None)
+
     @property
     def spread(self) -> Tensor | None:
         """The squares of how far rounding may move each one's share of a sum, (B,), once the norms are known; None: not."""

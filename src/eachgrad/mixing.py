@@ -92,16 +92,20 @@ def key_of(func: Callable, call: Hashable, tags: Sequence[Tag], out: Tensor | tu
 
 def remember(
     key: Hashable, func: Callable, given: Sequence[Tensor], tags: Sequence[Tag], found: Tag | list[Tag]
-) -> None:
-    """To be asked by `FOUND[key]`, where no tensor's values have a part in it, and nothing is to be said of the place."""
+) -> bool:
+    """To be asked by `FOUND[key]`, where no tensor's values have a part in it, and nothing is to be said of the place.
+
+    Returns whether that is so.
+    """
     every = [*(found if isinstance(found, list) else [found]), *tags]
     if not all(tag is None or _is_plain(tag) for tag in every):
-        return
+        return False
     rule = _rule(func)
     # A number may be a gate that is shut, a row, a dimension; of a mask nothing is asked unless samples have met.
     if rule not in _BY_SHAPES or any(t.numel() == 1 for t in given) or (rule is moves.viewed and len(given) > 1):
-        return
+        return False
     FOUND.keep(key, found, sum(tag.table.numel() for tag in every if isinstance(tag, Owners)))
+    return True
 
 
 def _is_plain(tag: Tag) -> bool:

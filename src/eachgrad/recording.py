@@ -11,7 +11,7 @@ from torch._C import _is_any_autocast_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 from torch.nn import functional as F
 
-from eachgrad.functions import call_site
+from eachgrad.functions import Place, call_site
 from eachgrad.graph import own_history, replace, same, tensors_of
 from eachgrad.rules import BROADCAST, COMPOSITES, RULES
 from eachgrad.rules.broadcast import IN_PLACE
@@ -20,6 +20,7 @@ from eachgrad.use import Begin, Tap, Use, autocast_of, version_of
 
 if TYPE_CHECKING:
     from eachgrad.capture import Recorder
+    from eachgrad.script import Meeting
 
 
 def broadcast(
@@ -104,6 +105,39 @@ def _use(
         recorder.ops_so_far, tuple(aliases), frozenset(samples), tuple(versions), tuple(source_versions),
         autocast_of(tap.device.type) if _is_any_autocast_enabled() else None, None, recorder.naming(sources),
     )  # fmt: skip
+
+
+def meet_again(recorder: Recorder, func: Callable, args: tuple, kwargs: dict, meeting: Meeting) -> Tensor:
+    """`record` for an op of parameters and the batch, of which all is known that is not of this forward alone."""
+    rule, given, options = meeting.rule, [*args], kwargs
+    versions, sources, source_versions = [], [], []
+    for k in meeting.sources:
+        if isinstance(k, int):
+            t = args[k]
+            given[k] = t.detach()
+        else:
+            t, options = kwargs[k], {**options, k: kwargs[k].detach()}
+        sources.append(t)
+        source_versions.append((t, t._version))
+    with recorder.tensors.watched():
+        out = (rule.run or func)(*given, **options)
+        if not out.requires_grad:
+            out = Begin.apply(torch.zeros((), requires_grad=True), out)
+    for t in (*args, *kwargs.values()) if kwargs else args:
+        if type(t) is Tensor:
+            versions.append(version_of(t))
+        elif type(t) is nn.Parameter and not any(t is s for s in sources):  # one that is not trained
+            source_versions.append(version_of(t))
+    use = Use(
+        func, rule, args, kwargs, tuple(sources), Tap.at(out, recorder.passed_by), True,
+        Place(meeting.line, meeting.module(), recorder.root), meeting.ops_since, (),
+        frozenset([id(args[k]) for k in meeting.samples]), tuple(versions), tuple(source_versions),
+        autocast_of(out.device.type) if _is_any_autocast_enabled() else None, None, recorder.naming(sources),
+    )  # fmt: skip
+    if rule.saved:
+        use.saved = _saved(rule.saved, out)
+    recorder.add(use)
+    return own_history(out)
 
 
 def _saved(names: tuple[str, ...], out: Tensor) -> tuple[Tensor, ...] | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from eachgrad import checks, foreign, lossgraph, recall, scalar, stream
+from eachgrad import checks, familiar, foreign, lossgraph, recall, scalar, stream
 from eachgrad.capture import Recorder
 from eachgrad.cover import Halved, Solved, accept, check_complete
 from eachgrad.errors import CaptureError
@@ -87,6 +87,7 @@ class Tape:
         self._thread = threading.get_ident()
         self.disagreeing: set[int] = set()  # sizes of the inputs along the batch dimension
         self._end = 0
+        self._kind: Hashable = None  # of the inputs, if a forward like this one may be followed by a script
         self._plan: recall.Plan | None = None
         self._state = "new"
 
@@ -121,8 +122,11 @@ class Tape:
     @unseen
     def __exit__(self, *error: Any) -> None:
         try:
+            if self.recorder.follower is not None and error[:1] == (None,):
+                self.recorder.follower.end()
             self._settings.__exit__(*error)
         finally:
+            self.recorder.follower = None
             _active.tape, self._state = None, "recorded"
         # What autograd makes from here on is no part of the recording.
         self._end = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
@@ -232,7 +236,11 @@ class Tape:
 
     def _recalled(self, passes: Passes, key: Hashable) -> recall.Plan | None:
         plan = None if key is None else recall.find(self.model, key)
-        return plan if plan is not None and plan.fits(passes.reached()) else None
+        if plan is None or not plan.fits(passes.reached()):
+            return None
+        if self._kind is not None:
+            familiar.expect(self.model, self._kind)
+        return plan
 
     def _placed(self, passes: Passes, key: Hashable, losses: Tensor, plan: recall.Plan | None) -> list[Solved]:
         """Every use with the layout of its samples: by the plan of an earlier forward like this one, or measured."""
@@ -324,7 +332,9 @@ class Tape:
     def _entering(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> None:
         if threading.get_ident() != self._thread or not torch.is_grad_enabled():
             return
-        leaves = tensors_in((args, kwargs))
+        leaves, begins = tensors_in((args, kwargs)), not self.inputs and self.recorder.is_new
+        if self.recorder.follower is not None:  # the model is called a second time
+            self.recorder.follower.leave()
         packed = [p for p in (*args, *(kwargs or {}).values()) if isinstance(p, PackedSequence)]
         batched = [p.data for p in packed] or [t for t in leaves if t.ndim > self.batch_dim]
         if packed:
@@ -345,6 +355,14 @@ class Tape:
         if not packed:
             self.recorder.tensors.set_tag(batched, self.batch_dim)
         self.inputs.extend(leaves)
+        if begins and not packed and not (self.check or self.create_graph):
+            self._kind = self._kind_of(leaves)
+            self.recorder.follower = familiar.begin(self.recorder, self.model, self._kind, leaves)
+
+    def _kind_of(self, inputs: list[Tensor]) -> Hashable:
+        """What forwards that a script may follow have in common."""
+        each = tuple([(type(t), t.shape, t.dtype, t.requires_grad) for t in inputs])
+        return each, self.batch_dim, self.given_batch_size, tuple(self.trainable)
 
     def _leaving(self, module: nn.Module, args: tuple, output: Any) -> None:
         if threading.get_ident() == self._thread:

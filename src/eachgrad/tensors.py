@@ -35,9 +35,10 @@ class Tensors:
         self.alias_nodes: dict[Node, list[Use]] = {}  # where uses that stayed attached begin
         self.tap_nodes: set[Node] = set()  # the outputs of certain uses
         self.opaque = False  # a tensor of the batch came out of something that was not seen
-        self._strong: dict[int, tuple[ref, int]] = {}  # with the number of each
-        self._count = 0
+        self.strong: dict[int, tuple[ref, int]] = {}  # what is of the batch, with the number of each
+        self.count = 0
         self._tags: dict[int, tuple[ref, mixing.Tag]] = {}
+        self.sure = True  # whether the last tag follows from the call and the tags of what it was given
         self._carriers: dict[int, tuple[ref, int, str | None]] = {}
         self.place: Callable[[], object] = lambda: "an unknown place"
         self.on_function: Callable[[Node], None] = lambda node: None  # called once for each autograd.Function met
@@ -49,13 +50,18 @@ class Tensors:
 
     def mark_strong(self, value: Any) -> None:
         for t in (value,) if type(value) is Tensor else tensors_in(value):
-            self._count += 1
-            self._strong[id(t)] = (ref(t), self._count)
+            self.count += 1
+            self.strong[id(t)] = (ref(t), self.count)
 
     def tag(self, t: Tensor) -> mixing.Tag:
         """The dimension along which the samples of `t` lie, what was computed over it, or None where it is not known."""
         found = self._tags.get(id(t))
         return found[1] if found is not None and found[0]() is t else None
+
+    def put_tag(self, t: Tensor, tag: mixing.Tag) -> None:
+        """What was found of `t` before."""
+        if tag is not None or id(t) in self._tags:
+            self._tags[id(t)] = ref(t), tag
 
     def set_tag(self, inputs: Sequence[Tensor], dim: int) -> None:
         """Inputs whose samples lie along `dim`. Beside one that certainly has samples, others are masks, perhaps."""
@@ -82,19 +88,20 @@ class Tensors:
                 tags.append(None)
         if not tagged:
             return
-        key = None
+        key, self.sure = None, False
         if call is not None and (type(out) is Tensor or type(out) in (tuple, list)):
             key = mixing.key_of(func, call, tags, out)
             known = mixing.FOUND.get(key, _UNKNOWN)
             if known is not _UNKNOWN:
                 self._note(out, known, tagged)
+                self.sure = True
                 return
         if func is torch.Tensor.__setitem__:
             out, tag = args[0], moves.assigned(args, tagged)
         else:
             tag = mixing.follow(func, args, kwargs, out, tagged)
             if key is not None:
-                mixing.remember(key, func, given, tags, tag)
+                self.sure = mixing.remember(key, func, given, tags, tag)
         self._note(
             out,
             [self._placed(each, func) for each in tag] if isinstance(tag, list) else self._placed(tag, func),
@@ -117,7 +124,7 @@ class Tensors:
         return replace(tag, what=f"{op_name(func)} at {self.place()}")
 
     def is_strong(self, t: Tensor) -> bool:
-        found = self._strong.get(id(t))
+        found = self.strong.get(id(t))
         return found is not None and found[0]() is t
 
     def told_apart(self, given: Sequence[Tensor], anew: bool) -> tuple[list[tuple[Tensor, str]], bool, tuple[int, ...]]:
@@ -130,7 +137,7 @@ class Tensors:
         numbers: list[int] = []
         strong = False
         for t in given:
-            found, number = self._strong.get(id(t)), 0
+            found, number = self.strong.get(id(t)), 0
             if found is not None and found[0]() is t:  # `is_strong` written out: this runs for every op
                 strong, number = True, found[1]
                 if isinstance(t.grad_fn, BackwardCFunction):
@@ -147,7 +154,7 @@ class Tensors:
 
     def number(self, t: Tensor) -> int:
         """Which tensor of the batch this is, in the order in which they came; 0 for any other."""
-        found = self._strong.get(id(t))
+        found = self.strong.get(id(t))
         return found[1] if found is not None and found[0]() is t else 0
 
     def may_have_samples(self, t: Tensor) -> bool:

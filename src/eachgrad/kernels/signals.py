@@ -1,7 +1,7 @@
-"""signal: lets the host know a flag of a compiled step while the step goes on.
+"""signal: lets the host know a flag of a compiled step while the step goes on; Flag: of an eager one.
 
-The device writes the flag into a number in the host's memory that the graph knows by its key: a CUDA graph, which is
-replayed without the host, does it again every time.
+In a compiled one the device writes the flag into a number in the host's memory that the graph knows by its key: a CUDA graph,
+which is replayed without the host, does it again every time.
 """
 
 from __future__ import annotations
@@ -58,6 +58,22 @@ class Slot:
                     return bool(self._seen[0] != _DOWN)
                 late = time.perf_counter() + _PATIENCE
         return bool(self._seen[0] != _DOWN)
+
+
+class Flag:
+    """A flag on its way from the device to the host, while the device goes on."""
+
+    def __init__(self, flag: Tensor):
+        self._here, self._event = flag, None
+        if flag.is_cuda:
+            self._here = torch.empty((), dtype=flag.dtype, pin_memory=True).copy_(flag, non_blocking=True)
+            self._event = torch.cuda.current_stream(flag.device).record_event()
+
+    def wait(self) -> bool:
+        """The flag, as soon as the device has come so far."""
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._here)
 
 
 def _signal(flag: Tensor, through: list[Tensor], key: int) -> tuple[Tensor, list[Tensor]]:

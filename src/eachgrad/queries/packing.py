@@ -36,6 +36,8 @@ class Pack(Protocol):
 
     def add(self, gradient: Gradient) -> None: ...
 
+    def restore(self, gradients: list[Gradient]) -> None: ...
+
     def squares(self) -> Tensor:
         """(B,), in float32 or better."""
         ...
@@ -88,6 +90,10 @@ class Held:
         self.gradients.append(gradient)
         self.size += 1
         self._found = None
+
+    def restore(self, gradients: list[Gradient]) -> None:
+        """Hold these again, whose norms are to be found anew."""
+        self.gradients, self._found = gradients, None
 
     def measured(self, some: list[Gradient]) -> tuple[Tensor, Tensor | None]:
         """As `Block.measured`, of all these gradients together."""

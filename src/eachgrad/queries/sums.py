@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eachgrad import doubts, plan
 from eachgrad.blocks import Outer, Summed, form
+from eachgrad.blocks.arithmetic import on_gpu
 from eachgrad.blocks.base import Shared
 from eachgrad.gradient import Gradient, root, settle, total
 from eachgrad.queries.base import Over, PerParameter, PerSample, Query, Running
@@ -155,6 +156,9 @@ class ClippedSum(Query):
         return RunningClip(over, self)
 
 
+_Parts = dict[str, list[Tensor]]  # by group, (B,) each
+
+
 class RunningClip(PerParameter):
     """Norms as the gradients come; the sum when all norms are known."""
 
@@ -170,8 +174,8 @@ class RunningClip(PerParameter):
         self.how = plan.schedule({n: costs[n] for n in self.over.parameters}, self.over.budget)
         self.shared = Shared()
         self.seen: set[str] = set()
-        self.squares: dict[str, list[Tensor]] = {group: [] for group in self.members}
-        self.spreads: dict[str, list[Tensor]] = {group: [] for group in self.members}
+        self.squares: _Parts = {group: [] for group in self.members}  # of gradients that are not held
+        self.spreads: _Parts = {group: [] for group in self.members}
         self.held: dict[str, Gradient] = {}
         self.packs: dict[Any, Pack] = {}
         self.lefts: set[int] = set()  # ids of the factors that packs hold
@@ -197,7 +201,7 @@ class RunningClip(PerParameter):
             self._wait(gradient)
             return
         if self.how[name] == "again":
-            self._measure(gradient)
+            self._measure(gradient, self.squares, self.spreads)
             return
         # Norms are found when all have come, one after another: between the ops of a backward they take longer to start.
         # But another sum's pack, which has this gradient, is to know of them.
@@ -213,39 +217,71 @@ class RunningClip(PerParameter):
         elif isinstance(block, Summed) and block.terms is not None and id(block.terms) not in self.lefts:
             form([block])
 
-    def _measure(self, gradient: Gradient) -> None:
+    def _measure(self, gradient: Gradient, squares: _Parts, spreads: _Parts) -> None:
         group = self.owner[gradient.name]
-        self.squares[group].append(gradient.squared_norms(self.shared))
+        squares[group].append(gradient.squared_norms(self.shared))
         if gradient.spread is not None:
-            self.spreads[group].append(gradient.spread)
+            spreads[group].append(gradient.spread)
 
     def _settle(self) -> None:
         """The norms of what is held."""
         for gradient in self.held.values():
             gradient.look(self.shared)
         settle(self.held.values())
-        for gradient in self.held.values():
-            self._measure(gradient)
 
     def again(self) -> set[str]:
+        if not self._clipped_at_once():
+            self._clip()
+        return self.seen - set(self.batch)
+
+    def _clipped_at_once(self) -> bool:
+        """Sum on a GPU before it is known whether a norm is in doubt; whether none was.
+
+        To look at the norms first would be to wait for the device, which would then wait for the host to begin the sums.
+        Until then all gradients are held.
+        """
+        packs = [(key, pack, [*pack.gradients]) for key, pack in self.packs.items()]
+        every = [*self.held.values(), *(gradient for _, _, some in packs for gradient in some)]
+        ready = bool(every) and all(on_gpu(gradient.parameter) and not gradient.attached for gradient in every)
+        if not ready or len(every) < len(self.seen) or doubts.are_gathered():
+            return False
+        held, known = dict(self.held), {id(gradient) for gradient in every if gradient.has_norms}
+        with doubts.postponed() as postponed:
+            self._clip()
+        if not postponed.wait():
+            return True
+        for gradient in every:
+            if id(gradient) not in known:
+                gradient.forget_norms()
+        for key, pack, some in packs:
+            pack.restore(some)
+            self.packs[key] = pack
+        self.held = held
+        return False
+
+    def _clip(self) -> None:
+        """The norms of what is held, and the sums, each of which lets its gradients go."""
         self._settle()
+        squares = {group: [*some] for group, some in self.squares.items()}
+        spreads = {group: [*some] for group, some in self.spreads.items()}
+        for gradient in self.held.values():
+            self._measure(gradient, squares, spreads)
         for (group, _), pack in self.packs.items():
-            self.squares[group].append(pack.squares())
+            squares[group].append(pack.squares())
             if (spread := pack.spread()) is not None:
-                self.spreads[group].append(spread)
-        factors, index = self._factors({group: self._norms(group) for group in self.members})
+                spreads[group].append(spread)
+        factors, index = self._factors({group: self._norms(squares[group], spreads[group]) for group in self.members})
         settled = doubts.settle(list(factors.values()))
         self.factors, self.shared = (dict(zip(factors, settled, strict=True)), index), Shared()
         for name in list(self.held):
             self._sum(self.held.pop(name))
         for group, key in list(self.packs):
             self.batch |= self.packs.pop((group, key)).sums(self.factors[0][group], index, self.query.wide)
-        return self.seen - set(self.batch)
 
-    def _norms(self, group: str) -> Tensor:
+    def _norms(self, squares: list[Tensor], spreads: list[Tensor]) -> Tensor:
         """The norms of what is going to be summed, (B,): at most so large, where the sum rounds its terms."""
-        norms = root(total(self.squares[group] or [torch.zeros(self.batch_size)]))
-        return norms + root(total(self.spreads[group])) if self.spreads[group] else norms
+        norms = root(total(squares or [torch.zeros(self.batch_size)]))
+        return norms + root(total(spreads)) if spreads else norms
 
     def _sum(self, gradient: Gradient) -> None:
         assert self.factors is not None
