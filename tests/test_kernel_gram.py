@@ -189,10 +189,18 @@ def test_many_of_any_number_of_samples():
 
 
 def test_tiles_fit_what_there_is():
-    assert gram.tiling(197, 3072, torch.bfloat16)[:3] == (128, 128, 8)
+    assert gram.tiling(1024, 3072, torch.bfloat16)[:3] == (128, 128, 8)
     assert gram.tiling(50, 20, torch.float16)[:3] == (64, 32, 4)
     assert gram.tiling(1, 1, torch.bfloat16)[:3] == (16, 16, 4)
     assert gram.tiling(197, 3072, torch.float32)[:3] == (64, 32, 4)
+    parts = {T: gram.tiling(T, 768, torch.float16).parts for T in (64, 65, 80, 81, 128, 129, 197, 208, 209, 256)}
+    assert parts == {64: 0, 65: 1, 80: 1, 81: 0, 128: 0, 129: 2, 197: 2, 208: 2, 209: 0, 256: 0}
+    assert not gram.tiling(197, 768, torch.float32).parts
+
+
+def test_blocks_of_few_positions():
+    found = [gram.blocks(T) for T in (64, 65, 80, 128, 129, 144, 145, 192, 193, 208)]
+    assert found == [(1, 0), (1, 16), (1, 16), (2, 0), (2, 16), (2, 16), (3, 0), (3, 0), (3, 16), (3, 16)]
 
 
 @pytest.mark.parametrize("side", range(7))
@@ -227,6 +235,48 @@ def interpreted() -> None:
     check_cancelling(*gram.launched(*cancelling()).sum(2).unbind())
     nothing_read_beyond_the_end()
     empty_and_infinite()
+
+
+# Positions and in how many parts: one block to three, with a tail and without, at its edges.
+SHORT = [(65, 1), (80, 1), (128, 2), (129, 1), (144, 2), (145, 2), (145, 3), (192, 1), (193, 3), (197, 2), (208, 1)]
+
+
+def interpreted_short() -> None:
+    """Samples of few positions in as many parts as there may be."""
+    for (T, parts), bulk in itertools.product(SHORT, (False, True)):
+        tiles = Tiling(64, 16, 4, 1, bulk, parts)
+        # The wider on either side: the kernel takes it first.
+        for B, p, d, dtype, kind in ((1, 24, 40, torch.float16, "apart"), (2, 33, 17, torch.float32, "odd")):
+            left, right = problem((B, T, p, d), dtype)
+            want = gram.plain(left, right, tiles)
+            with Poisoned():
+                found = gram.launched(laid(kind, left), laid(kind, right), tiles)
+            assert found.shape == want.shape == (2, B, parts)
+            assert ((found - want).abs() <= 1e-5 * want[1]).all(), (T, tiles, p, kind)
+            check(left, right, *found.sum(2).unbind())
+    for T, parts, bulk in ((65, 1, True), (197, 1, True), (197, 2, False), (197, 2, True), (197, 3, True)):
+        infinite_at_the_edge(T, Tiling(64, 16, 4, 1, bulk, parts))
+    lefts, rights = problems(2, 197, torch.float16, [(24, 8), (16, 8), (19, 20), (33, 1), (8, 24), (8, 16)])
+    for parts in (1, 2, 3):
+        tiles = Tiling(64, 16, 4, 1, bulk=True, parts=parts)
+        a, b = ([laid(KINDS[k % 3], t) for k, t in enumerate(ts)] for ts in (lefts, rights))
+        with Poisoned():
+            found = gram.launched_of_many(a, b, tiles)
+        assert torch.equal(found, torch.stack([gram.launched(x, y, tiles) for x, y in zip(a, b, strict=True)]))
+        last = [[last_in_memory(t) for t in ts] for ts in (lefts, rights)]
+        assert torch.equal(gram.launched_of_many(*last, tiles), gram.launched_of_many(lefts, rights, tiles))
+
+
+def infinite_at_the_edge(T: int, tiles: Tiling) -> None:
+    """An infinite sample is infinite, not NaN, and leaves the others alone: rows that are not there are zeros."""
+    left, right = (t.abs() + 1 for t in problem((3, T, 8, 16), torch.float16))
+    want = gram.launched(left, right, tiles)
+    for row in (0, T - 1):
+        other = left.clone()
+        other[1, row, 2] = float("inf")
+        got = gram.launched(other, right, tiles)
+        assert (got[:, 1].sum(1) == float("inf")).all()
+        assert torch.equal(got[:, ::2], want[:, ::2])
 
 
 def interpreted_many() -> None:
@@ -311,6 +361,10 @@ def empty_and_infinite() -> None:
 def test_by_its_kernel_without_a_gpu():
     """Everything is written, nothing beyond the ends, and nothing around the factors is read."""
     assert_as_in_float64("import test_kernel_gram as t; t.interpreted()")
+
+
+def test_few_positions_by_their_kernels_without_a_gpu():
+    assert_as_in_float64("import test_kernel_gram as t; t.interpreted_short()")
 
 
 def test_many_by_their_kernel_without_a_gpu():

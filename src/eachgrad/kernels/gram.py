@@ -31,6 +31,10 @@ BLOCK_FLOAT32, STEP_FLOAT32, STAGES_FLOAT32 = 64, 32, 3
 # as long as 2 for each; four have 5.8, and take as long as 6: ViT's 48 layers 1.72 ms, and 2.25 one by one.
 MOST = 4
 TURN = 48  # programs, about, of which those that read most go first; no others have been tried
+# Samples of few positions have blocks of ROWS rows, LARGEST at most, and a last one of TAIL where that is enough; see
+# `triton_gram_short`. Its programs have four warps, of which a multiprocessor has room for two: one waits, the other works.
+ROWS, TAIL, LARGEST = 64, 16, 3
+STEP_SHORT, STAGES_SHORT = 64, 4
 
 
 class Tiling(NamedTuple):
@@ -41,12 +45,16 @@ class Tiling(NamedTuple):
     warps: int
     stages: int
     bulk: bool  # whether the device may copy whole tiles; otherwise threads copy sixteen bytes each
+    parts: int = 0  # of a sample of few positions, by blocks; 0: tiles
 
 
-def tiling(T: int, width: int, dtype: torch.dtype) -> Tiling:
-    """The tiles for T positions of at most `width` numbers."""
+def tiling(T: int, width: int, dtype: torch.dtype, short: bool = True) -> Tiling:
+    """The tiles for T positions of at most `width` numbers; `short`: samples of few positions may be in parts."""
     if dtype.itemsize > 2:
         return Tiling(_block(T, BLOCK_FLOAT32), _block(width, STEP_FLOAT32), 4, STAGES_FLOAT32, bulk=False)
+    # Between ROWS + TAIL and BLOCK positions there would be more blocks than one, in as many products as in one tile.
+    if short and (ROWS < T <= ROWS + TAIL or BLOCK < T <= LARGEST * ROWS + TAIL):
+        return Tiling(ROWS, _block(width, STEP_SHORT), 4, STAGES_SHORT, bulk=True, parts=1 if T <= BLOCK else 2)
     block = _block(T, BLOCK)
     if block <= 64:
         return Tiling(block, _block(width, STEP_SMALL), 4, STAGES_SMALL, bulk=True)
@@ -58,8 +66,20 @@ def _block(n: int, most: int) -> int:
     return next((size for size in (16, 32, 64) if n <= size < most), most)
 
 
+def blocks(T: int) -> tuple[int, int]:
+    """How many blocks of ROWS rows T positions have, and the rows of a narrow last one."""
+    narrow = 0 < T % ROWS <= TAIL
+    return (T // ROWS, TAIL) if narrow else (-(-T // ROWS), 0)
+
+
 def _side(T: int, tiles: Tiling) -> int:
     return -(-T // tiles.block)
+
+
+def _count(T: int, tiles: Tiling) -> int:
+    """How many tiles, or parts, a sample has."""
+    side = _side(T, tiles)
+    return tiles.parts or side * (side + 1) // 2
 
 
 def order(side: int) -> list[tuple[int, int]]:
@@ -88,7 +108,8 @@ def _check_many(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> None:
 
 
 def _tiles(left: Tensor, right: Tensor) -> Tiling:
-    return tiling(left.shape[1], max(left.shape[2], right.shape[2]), left.dtype)
+    # Other devices' tensor cores take sixteen rows at a time, and both factors from registers, which have no room for parts.
+    return tiling(left.shape[1], max(left.shape[2], right.shape[2]), left.dtype, short=_copies_tiles(left.device))
 
 
 def plain(left: Tensor, right: Tensor, tiles: Tiling | None = None) -> Tensor:
@@ -97,9 +118,14 @@ def plain(left: Tensor, right: Tensor, tiles: Tiling | None = None) -> Tensor:
     tiles = tiles or _tiles(left, right)
     left, right = left.to(torch.float32), right.to(torch.float32)
     product = (left @ left.mT) * (right @ right.mT)
+    both = torch.stack([product, product.abs()])
+    if tiles.parts:
+        row = torch.arange(left.shape[1], device=left.device) // tiles.block
+        part = torch.minimum(row[:, None], row).clamp(max=tiles.parts - 1)
+        return torch.stack([torch.where(part == k, both, 0.0).sum((2, 3)) for k in range(tiles.parts)], 2)
     side = _side(left.shape[1], tiles)
     rest = side * tiles.block - left.shape[1]
-    whole = F.pad(torch.stack([product, product.abs()]), (0, rest, 0, rest))
+    whole = F.pad(both, (0, rest, 0, rest))
     sums = whole.unflatten(3, (side, tiles.block)).unflatten(2, (side, tiles.block)).sum((3, 5))
     i, j = torch.tensor(order(side), dtype=torch.int64).view(-1, 2).unbind(1)
     return sums[..., i, j] * torch.where(i == j, 1.0, 2.0)
@@ -137,10 +163,15 @@ class _Pair(NamedTuple):
     def width(self) -> int:
         return self.left.shape[2] + self.right.shape[2]
 
+    @property
+    def ordered(self) -> tuple[Tensor, Tensor]:
+        """Left and right; of parts the wider first, as rows of the other are read again."""
+        swapped = self.tiles.parts and self.left.shape[2] < self.right.shape[2]
+        return (self.right, self.left) if swapped else (self.left, self.right)
+
 
 def _room(left: Tensor, tiles: Tiling, *pairs: int) -> Tensor:
-    side = _side(left.shape[1], tiles)
-    return new_empty(left, (*pairs, 2, left.shape[0], side * (side + 1) // 2), torch.float32)
+    return new_empty(left, (*pairs, 2, left.shape[0], _count(left.shape[1], tiles)), torch.float32)
 
 
 def launched(left: Tensor, right: Tensor, tiles: Tiling | None = None) -> Tensor:
@@ -184,27 +215,54 @@ def _launch(pairs: list[_Pair], out: Tensor) -> None:
     tiles, bulk, (B, T, _) = pairs[0].tiles, pairs[0].bulk, pairs[0].left.shape
     side, programs = _side(T, tiles), len(pairs) * B * out.shape[-1]
     repeated = [*pairs, *pairs[-1:] * (MOST - len(pairs))] if len(pairs) > 1 else pairs
-    given = [t for pair in repeated for t in (pair.left, pair.right)]
+    given = [t for pair in repeated for t in pair.ordered]
     sizes = [(t.shape[2], *t.stride()[:2]) for t in given]
     unit = 1 if any(n % 8 for size in sizes for n in size) else 8
     even = not any(size[0] % tiles.step for size in sizes)
     constants = {"BLOCK": tiles.block, "STEP": tiles.step, "UNIT": unit, "EVEN": even, "BULK": bulk}
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     shapes = tuple(tuple(n // unit for n in size) for size in sizes)
-    factors = [_described(t, tiles) if bulk else t for t in given]
+    room = out if out.ndim == 3 else out[pairs[0].place]
+    places = [pair.place for pair in repeated]
+    if tiles.parts:
+        _launch_short(
+            given, room if len(pairs) == 1 else out, programs, T, B, places, shapes, tiles, constants, options
+        )
+        return
+    factors = [_described(t, tiles.block, tiles.step) if bulk else t for t in given]
     if len(pairs) == 1:
-        room = out if out.ndim == 3 else out[pairs[0].place]
         launch(gram_kernel, programs, out, (*factors, room, T, side, B, *shapes), constants, **options)
         return
-    turn, places = max(1, TURN // max(1, out.shape[-1])), [pair.place for pair in repeated]
+    turn = max(1, TURN // max(1, out.shape[-1]))
     args = (*factors, out, T, side, B, turn, *places, shapes)
     launch(gram_of_many_kernel, programs, out, args, constants, **options)
 
 
-def _described(t: Tensor, tiles: Tiling) -> Any:
+def _launch_short(
+    given: list[Tensor], out: Tensor, programs: int, T: int, B: int, places: list[int], shapes: tuple, tiles: Tiling,
+    constants: dict[str, Any], options: dict[str, int],
+) -> None:  # fmt: skip
+    """The same of samples of few positions."""
+    from eachgrad.kernels import triton_gram_short as short
+
+    full, tail = blocks(T)
+    whole = tiles.parts == 1 < full
+    heights = (ROWS, TAIL, 2 * ROWS) if whole else (ROWS, TAIL)
+    factors = [_described(t, n, tiles.step) if constants["BULK"] else t for t in given for n in heights]
+    del constants["BLOCK"]
+    constants |= {"FULL": full, "TAIL": tail} | ({} if whole else {"PARTS": tiles.parts})
+    if len(places) == 1:
+        kernel, args = short.gram_whole_kernel if whole else short.gram_short_kernel, (T, B, *shapes)
+    else:
+        kernel = short.gram_whole_of_many_kernel if whole else short.gram_short_of_many_kernel
+        args = (T, B, *places, shapes)
+    launch(kernel, programs, out, (*factors, out, *args), constants, **options)
+
+
+def _described(t: Tensor, rows: int, step: int) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore[reportMissingImports]
 
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, tiles.block, tiles.step])
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [1, rows, step])
 
 
 # With strides as they come: a compiler need not copy what the kernel takes as it is. The parts are added outside, where
