@@ -238,7 +238,7 @@ def interpreted() -> None:
 
 
 # Positions and in how many parts: one block to three, with a tail and without, at its edges.
-SHORT = [(65, 1), (80, 1), (128, 2), (129, 1), (144, 2), (145, 2), (145, 3), (192, 1), (193, 3), (197, 2), (208, 1)]
+SHORT = [(65, 1), (80, 1), (128, 2), (129, 2), (144, 2), (145, 2), (192, 2), (193, 2), (197, 2), (208, 2)]
 
 
 def interpreted_short() -> None:
@@ -254,17 +254,16 @@ def interpreted_short() -> None:
             assert found.shape == want.shape == (2, B, parts)
             assert ((found - want).abs() <= 1e-5 * want[1]).all(), (T, tiles, p, kind)
             check(left, right, *found.sum(2).unbind())
-    for T, parts, bulk in ((65, 1, True), (197, 1, True), (197, 2, False), (197, 2, True), (197, 3, True)):
+    for T, parts, bulk in ((65, 1, True), (129, 2, True), (197, 2, False), (197, 2, True)):
         infinite_at_the_edge(T, Tiling(64, 16, 4, 1, bulk, parts))
     lefts, rights = problems(2, 197, torch.float16, [(24, 8), (16, 8), (19, 20), (33, 1), (8, 24), (8, 16)])
-    for parts in (1, 2, 3):
-        tiles = Tiling(64, 16, 4, 1, bulk=True, parts=parts)
-        a, b = ([laid(KINDS[k % 3], t) for k, t in enumerate(ts)] for ts in (lefts, rights))
-        with Poisoned():
-            found = gram.launched_of_many(a, b, tiles)
-        assert torch.equal(found, torch.stack([gram.launched(x, y, tiles) for x, y in zip(a, b, strict=True)]))
-        last = [[last_in_memory(t) for t in ts] for ts in (lefts, rights)]
-        assert torch.equal(gram.launched_of_many(*last, tiles), gram.launched_of_many(lefts, rights, tiles))
+    tiles = Tiling(64, 16, 4, 1, bulk=True, parts=2)
+    a, b = ([laid(KINDS[k % 3], t) for k, t in enumerate(ts)] for ts in (lefts, rights))
+    with Poisoned():
+        found = gram.launched_of_many(a, b, tiles)
+    assert torch.equal(found, torch.stack([gram.launched(x, y, tiles) for x, y in zip(a, b, strict=True)]))
+    last = [[last_in_memory(t) for t in ts] for ts in (lefts, rights)]
+    assert torch.equal(gram.launched_of_many(*last, tiles), gram.launched_of_many(lefts, rights, tiles))
 
 
 def infinite_at_the_edge(T: int, tiles: Tiling) -> None:

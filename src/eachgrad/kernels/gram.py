@@ -2,7 +2,7 @@
 
 |A^T G|^2 = sum (A A^T) * (G G^T) for each sample. Here a tile of both Grams stays in registers, and a tile below the
 diagonal is not formed: it is the mirror image of one above. For the 48 layers of ViT-B/16 (64 samples of 197 positions) an
-H200 took 2.25 ms, and 11.0 by two products for each, which it wrote, read and added (benchmarks/kernels.py).
+H200 took 1.22 ms, and 11.0 by two products for each, which it wrote, read and added (benchmarks/kernels.py).
 The Triton code is apart, as triton is there only where a GPU is.
 """
 
@@ -28,11 +28,13 @@ STEP_SMALL, STAGES_SMALL = 64, 4
 # In float32 numbers take twice the room, and the products are made without tensor cores.
 BLOCK_FLOAT32, STEP_FLOAT32, STAGES_FLOAT32 = 64, 32, 3
 # Pairs of one launch. Of 64 samples of 197 positions one has 192 programs, 1.45 for each multiprocessor of an H200, and takes
-# as long as 2 for each; four have 5.8, and take as long as 6: ViT's 48 layers 1.72 ms, and 2.25 one by one.
+# as long as 2 for each; four have 5.8, and take as long as 6: ViT's 48 layers, by tiles, 1.72 ms, and 2.25 one by one.
 MOST = 4
 TURN = 48  # programs, about, of which those that read most go first; no others have been tried
 # Samples of few positions have blocks of ROWS rows, LARGEST at most, and a last one of TAIL where that is enough; see
 # `triton_gram_short`. Its programs have four warps, of which a multiprocessor has room for two: one waits, the other works.
+# On an H200 ViT's 48 layers took 1.22 ms instead of 1.72 by tiles (in three parts of a strip each 1.68, in one of eight warps
+# 1.56), four of its layers with 256 samples of 65 positions 0.127 instead of 0.185.
 ROWS, TAIL, LARGEST = 64, 16, 3
 STEP_SHORT, STAGES_SHORT = 64, 4
 
@@ -246,16 +248,13 @@ def _launch_short(
     from eachgrad.kernels import triton_gram_short as short
 
     full, tail = blocks(T)
-    whole = tiles.parts == 1 < full
-    heights = (ROWS, TAIL, 2 * ROWS) if whole else (ROWS, TAIL)
-    factors = [_described(t, n, tiles.step) if constants["BULK"] else t for t in given for n in heights]
+    factors = [_described(t, n, tiles.step) if constants["BULK"] else t for t in given for n in (ROWS, TAIL)]
     del constants["BLOCK"]
-    constants |= {"FULL": full, "TAIL": tail} | ({} if whole else {"PARTS": tiles.parts})
+    constants |= {"FULL": full, "TAIL": tail, "PARTS": tiles.parts}
     if len(places) == 1:
-        kernel, args = short.gram_whole_kernel if whole else short.gram_short_kernel, (T, B, *shapes)
+        kernel, args = short.gram_short_kernel, (T, B, *shapes)
     else:
-        kernel = short.gram_whole_of_many_kernel if whole else short.gram_short_of_many_kernel
-        args = (T, B, *places, shapes)
+        kernel, args = short.gram_short_of_many_kernel, (T, B, *places, shapes)
     launch(kernel, programs, out, (*factors, out, *args), constants, **options)
 
 

@@ -135,10 +135,6 @@ def _put(out, left, left_tail, right, right_tail, part, sample, T, samples, left
         if part == 1:
             _put_strip(out, left, left_tail, right, right_tail, sample, T, samples, left_shape, right_shape, PARTS, 1,
                        FULL, TAIL, STEP, UNIT, EVEN, BULK)  # fmt: skip
-    if PARTS > 2:  # noqa: SIM102
-        if part == 2:
-            _put_strip(out, left, left_tail, right, right_tail, sample, T, samples, left_shape, right_shape, PARTS, 2,
-                       FULL, TAIL, STEP, UNIT, EVEN, BULK)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "samples"])
@@ -174,98 +170,3 @@ def gram_short_of_many_kernel(left0, left0_tail, right0, right0_tail, left1, lef
     else:
         _put(out + place3 * size, left3, left3_tail, right3, right3_tail, program % PARTS, program // PARTS, T, samples,
              shapes[6], shapes[7], PARTS, FULL, TAIL, STEP, UNIT, EVEN, BULK)  # fmt: skip
-
-
-@triton.jit
-def _edge(x, x_tail, x_pair, sample, T, shape, ALL: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr,
-          STEP: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, BULK: tl.constexpr):  # fmt: skip
-    """All blocks but the first two times themselves: these times block 2 and the tail, block 2 times itself and the tail, the
-    tail times itself; where ALL, the first two times themselves as well."""
-    top = tl.zeros((128, 128), tl.float32)
-    side, side_tail = tl.zeros((128, 64), tl.float32), tl.zeros((128, 16), tl.float32)
-    own, last, corner = tl.zeros((64, 64), tl.float32), tl.zeros((64, 16), tl.float32), tl.zeros((64, 16), tl.float32)
-    for start in range(0, shape[0] * UNIT, STEP):
-        pair = _rows(x_pair, sample, 0, start, T, shape, 128, STEP, UNIT, EVEN, BULK)
-        if FULL > 2:
-            block = _rows(x, sample, 128, start, T, shape, 64, STEP, UNIT, EVEN, BULK)
-        if TAIL:
-            tail = _rows(x_tail, sample, FULL * 64, start, T, shape, TAIL, STEP, UNIT, EVEN, BULK)
-            tail_rows = _rows(x, sample, FULL * 64, start, T, shape, 64, STEP, UNIT, EVEN, BULK)
-        if ALL:
-            top = _dot(pair, pair, top)
-        if FULL > 2:
-            side = _dot(pair, block, side)
-            own = _dot(block, block, own)
-        if TAIL:
-            side_tail = _dot(pair, tail, side_tail)
-            if FULL > 2:
-                last = _dot(block, tail, last)
-            corner = _dot(tail_rows, tail, corner)
-    return top, side, side_tail, own, last, corner
-
-
-@triton.jit
-def _top(x_pair, sample, T, shape, STEP: tl.constexpr, UNIT: tl.constexpr, EVEN: tl.constexpr, BULK: tl.constexpr):
-    """The first two blocks times themselves."""
-    total = tl.zeros((128, 128), tl.float32)
-    for start in range(0, shape[0] * UNIT, STEP):
-        pair = _rows(x_pair, sample, 0, start, T, shape, 128, STEP, UNIT, EVEN, BULK)
-        total = _dot(pair, pair, total)
-    return total
-
-
-@triton.jit
-def _put_whole(out, left, left_tail, left_pair, right, right_tail, right_pair, sample, T, samples, left_shape,
-               right_shape, FULL: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
-               EVEN: tl.constexpr, BULK: tl.constexpr):  # fmt: skip
-    """out[0, b, 0] = the sum of sample b's product of Grams, out[1, b, 0] = that of its sizes."""
-    a = _edge(left, left_tail, left_pair, sample, T, left_shape, True, FULL, TAIL, STEP, UNIT, EVEN, BULK)
-    total, sizes = tl.zeros((128,), tl.float32), tl.zeros((128,), tl.float32)
-    top = _top(right_pair, sample, T, right_shape, STEP, UNIT, EVEN, BULK)
-    total, sizes = _added(total, sizes, a[0], top, 0, 0, T, 128, 128)
-    b = _edge(right, right_tail, right_pair, sample, T, right_shape, False, FULL, TAIL, STEP, UNIT, EVEN, BULK)
-    total2, sizes2 = tl.zeros((64,), tl.float32), tl.zeros((64,), tl.float32)
-    if FULL > 2:
-        total, sizes = _added(total, sizes, a[1], b[1], 0, 128, T, 128, 64)
-        total2, sizes2 = _added(total2, sizes2, a[3], b[3], 128, 128, T, 64, 64)
-    if TAIL:
-        total, sizes = _added(total, sizes, a[2], b[2], 0, FULL * 64, T, 128, 16)
-        if FULL > 2:
-            total2, sizes2 = _added(total2, sizes2, a[4], b[4], 128, FULL * 64, T, 64, 16)
-        total2, sizes2 = _added(total2, sizes2, a[5], b[5], FULL * 64, FULL * 64, T, 64, 16)
-    out += sample
-    tl.store(out, tl.sum(total) + tl.sum(total2))
-    tl.store(out + samples, tl.sum(sizes) + tl.sum(sizes2))
-
-
-@triton.jit(do_not_specialize=["T", "samples"])
-def gram_whole_kernel(left, left_tail, left_pair, right, right_tail, right_pair, out, T, samples, left_shape,
-                      right_shape, FULL: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
-                      EVEN: tl.constexpr, BULK: tl.constexpr):  # fmt: skip
-    """out (2, B, 1) of one pair."""
-    _put_whole(out, left, left_tail, left_pair, right, right_tail, right_pair, tl.program_id(0), T, samples, left_shape,
-               right_shape, FULL, TAIL, STEP, UNIT, EVEN, BULK)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["T", "samples", "place0", "place1", "place2", "place3"])
-def gram_whole_of_many_kernel(left0, left0_tail, left0_pair, right0, right0_tail, right0_pair, left1, left1_tail,
-                              left1_pair, right1, right1_tail, right1_pair, left2, left2_tail, left2_pair, right2,
-                              right2_tail, right2_pair, left3, left3_tail, left3_pair, right3, right3_tail,
-                              right3_pair, out, T, samples, place0, place1, place2, place3, shapes,
-                              FULL: tl.constexpr, TAIL: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
-                              EVEN: tl.constexpr, BULK: tl.constexpr):  # fmt: skip
-    """out[place_k] (2, B, 1) of pair k, pair by pair; `shapes`: that of left0, of right0, of left1, ..."""
-    pair, sample = tl.program_id(0) // samples, tl.program_id(0) % samples
-    size = 2 * samples.to(tl.int64)
-    if pair == 0:
-        _put_whole(out + place0 * size, left0, left0_tail, left0_pair, right0, right0_tail, right0_pair, sample, T,
-                   samples, shapes[0], shapes[1], FULL, TAIL, STEP, UNIT, EVEN, BULK)  # fmt: skip
-    elif pair == 1:
-        _put_whole(out + place1 * size, left1, left1_tail, left1_pair, right1, right1_tail, right1_pair, sample, T,
-                   samples, shapes[2], shapes[3], FULL, TAIL, STEP, UNIT, EVEN, BULK)  # fmt: skip
-    elif pair == 2:
-        _put_whole(out + place2 * size, left2, left2_tail, left2_pair, right2, right2_tail, right2_pair, sample, T,
-                   samples, shapes[4], shapes[5], FULL, TAIL, STEP, UNIT, EVEN, BULK)  # fmt: skip
-    else:
-        _put_whole(out + place3 * size, left3, left3_tail, left3_pair, right3, right3_tail, right3_pair, sample, T,
-                   samples, shapes[6], shapes[7], FULL, TAIL, STEP, UNIT, EVEN, BULK)  # fmt: skip
