@@ -6,7 +6,7 @@ Each becomes a use that is differentiated as it stands (pieces.py).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -222,10 +222,10 @@ def _wrapped_like(t: Tensor, value: Tensor) -> Tensor:
 
 
 @contextmanager
-def modules_watched(recorder: Recorder, model: nn.Module) -> Iterator[None]:
-    """While this lasts, a call of a scripted part of `model` becomes a use of its parameters."""
+def modules_watched(recorder: Recorder, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """While this lasts, a call of a scripted one among a model's modules becomes a use of its parameters."""
     hooks, scripts = [], {}
-    for path, module in model.named_modules():
+    for path, module in modules.items():
         if isinstance(module, nn.TransformerEncoder):
             hooks.append(module.register_forward_pre_hook(partial(_check_encoder, path), with_kwargs=True))
         elif isinstance(module, torch.jit.ScriptModule):  # its parts are called by itself, unseen

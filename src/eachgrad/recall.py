@@ -18,6 +18,7 @@ from eachgrad import layout as lay
 from eachgrad.cover import Accepted, Solved
 from eachgrad.plan import Cost
 from eachgrad.use import Use
+from eachgrad.uses import Recipe
 
 _KEPT = 16  # plans a model may have; the oldest goes first
 
@@ -33,6 +34,7 @@ class Plan:
     reached: list[bool]  # by use, whether it takes part in the losses
     wanted: list[set[int]] | None = None  # by use, which of its sources it counts for, when that was found last
     costs: dict[str, Cost] = field(default_factory=dict)  # by parameter, when its gradients were formed last
+    recipes: dict[int, Recipe | None] = field(default_factory=dict)  # by use, when one was asked for first
     calls: int = 1
     stale: bool = False  # due, and not measured again so far
 
@@ -56,6 +58,13 @@ class Plan:
         triples = zip(uses, self.layouts, self.wanted, strict=True)
         return [None if place is None else (place, {id(use.sources[k]) for k in some}) for use, place, some in triples]
 
+    def recipe(self, n: int, use: Use, g: Tensor, B: int) -> Recipe | None:
+        """How the blocks of use `n` are found."""
+        if n not in self.recipes:
+            place = self.layouts[n]
+            self.recipes[n] = None if place is None else Recipe.of(use, g, place, B)
+        return self.recipes[n]
+
     def accepted(self, uses: list[Use], plain: Sequence[Tensor | None]) -> Accepted:
         """The uses of another forward that count, with their gradients."""
         triples = zip(uses, plain, self.counted(uses), strict=True)
@@ -73,7 +82,7 @@ class Plan:
 
     def of_size(self, B: int) -> Plan:
         """The plan for B samples of a forward whose layouts are all regular, and that runs the same ops for any number."""
-        return replace(self, layouts=[_of_size(place, B) for place in self.layouts])
+        return replace(self, layouts=[_of_size(place, B) for place in self.layouts], recipes={})
 
     def note(self, uses: list[Use], accepted: Accepted) -> None:
         """Remember which uses counted for which of their sources."""

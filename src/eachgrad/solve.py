@@ -98,14 +98,15 @@ def blocks_of(
 
 
 def parts_of(
-    recorder: Recorder, use: Use, g: Tensor, layout: lay.Layout, wanted: set[int], B: int
-) -> list[tuple[str, Block]]:
+    recorder: Recorder, use: Use, g: Tensor, layout: lay.Layout, wanted: set[int], B: int,
+    recipe: use_blocks.Recipe | None = None,
+) -> list[tuple[str, Block]]:  # fmt: skip
     """What one use adds to the gradients of the parameters behind these sources, by their ids."""
     if use.piece is not None and use.piece.recorded and not recorder.create_graph:
         with recorder.replay():  # it may lie in a checkpoint
             found = use_blocks.blocks(use, g, layout, B)
     else:
-        found = use_blocks.blocks(use, g, layout, B, recorder.create_graph)
+        found = use_blocks.blocks(use, g, layout, B, recorder.create_graph, recipe)
     parts: list[tuple[str, Block]] = []
     for source, block in zip(use.sources, found, strict=True):
         if id(source) not in wanted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from eachgrad.blocks import Block, add
 from eachgrad.gradient import Gradient
 from eachgrad.passes import Passes, grads_untouched
-from eachgrad.recall import Counted
+from eachgrad.recall import Plan
 from eachgrad.solve import parts_of
 from eachgrad.use import Arrived
 
@@ -19,7 +19,7 @@ from eachgrad.use import Arrived
 def visit(
     passes: Passes,
     losses: Tensor,
-    counted: Sequence[Counted | None],
+    plan: Plan,
     parameters: Mapping[str, Tensor],
     arrived: Callable[[Gradient], None],
     names: set[str] | None = None,
@@ -27,14 +27,16 @@ def visit(
 ) -> None:
     """One backward; `arrived` gets each parameter's gradients once the last of its uses has been reached.
 
-    `counted`: by use, where its samples lie, and the ids of the sources it counts for.
+    `plan`: where the samples of each use lie, and which sources it counts for.
     `names`: of these parameters alone. `last`: the graph, and the arguments of each use, are freed on the way.
     """
     recorder, B = passes.recorder, len(losses)
+    counted = plan.counted(recorder.uses)
     reached = [[] if some is None else _parameters_of(passes, n, some[1]) for n, some in enumerate(counted)]
     wanted = parameters.keys() if names is None else names
     asked = [[name for name in some if name in wanted] for some in reached]
     waiting = Counter(name for some in asked for name in some)
+    single = {name for name, uses in waiting.items() if uses == 1}  # those of one use: there is nothing to add up
     parts: dict[str, list[Block]] = {}
     guards: dict[str, list[Arrived]] = {}
 
@@ -51,9 +53,14 @@ def visit(
         use, some = recorder.uses[n], counted[n]
         if some is None or not asked[n]:
             return
-        found = parts_of(recorder, use, g, *some, B) if g.numel() else []
+        found = parts_of(recorder, use, g, *some, B, plan.recipe(n, use, g, B)) if g.numel() else []
         if last:
             use.release()
+        if len(found) == len(asked[n]) and single.issuperset([name for name, _ in found]):  # as most
+            for name, block in found:
+                waiting[name] = 0
+                arrived(Gradient(name, parameters[name], block, B, (Arrived(use, block.tensors()),)))
+            return
         for name, block in found:
             if name in wanted:
                 parts.setdefault(name, []).append(block)

@@ -19,7 +19,7 @@ from eachgrad.errors import CaptureError
 from eachgrad.functions import as_written, precise, uncollected, uncompiled, unseen
 from eachgrad.gradient import Gradient, costs_of
 from eachgrad.grads import PerSampleGrads
-from eachgrad.graph import Node, graph_nodes, named_trainable, node_of, tensors_in
+from eachgrad.graph import Node, graph_nodes, modules_of, named_trainable, node_of, tensors_in
 from eachgrad.passes import Passes, marked
 from eachgrad.plan import parse_bytes
 from eachgrad.queries import Accumulator, Answer, Over, Query
@@ -79,8 +79,9 @@ class Tape:
             raise ValueError(f"batch_size is a positive integer, not {batch_size!r}")
         self.model, self.batch_dim, self.check, self.budget = model, batch_dim, check, budget
         self.given_batch_size, self.create_graph = batch_size, create_graph
-        constants = list(model.buffers())
-        self.trainable = named_trainable(model)
+        self._modules = modules_of(model)
+        constants = [t for module in self._modules.values() for t in module._buffers.values() if t is not None]
+        self.trainable = named_trainable(model, self._modules)
         self.recorder = Recorder(self.trainable, constants, batch_size, check, create_graph, model, fallback)
         self.inputs: list[Tensor] = []
         self.outputs: list[Any] = []
@@ -113,7 +114,7 @@ class Tape:
             settings.enter_context(uncollected)
             settings.enter_context(as_written())  # so that the ops of what the user compiled can be seen
             settings.enter_context(self.recorder.kernels())
-            settings.enter_context(foreign.modules_watched(self.recorder, self.model))
+            settings.enter_context(foreign.modules_watched(self.recorder, self._modules))
             settings.enter_context(self.recorder)
             self._settings = settings.pop_all()  # from here on they are left by `__exit__`
         _active.tape, self._state = self, "recording"
@@ -194,7 +195,7 @@ class Tape:
         twice = asked.needs_again(over, plan.costs)
 
         def visit(add: Callable[[Gradient], None], names: set[str] | None) -> None:
-            stream.visit(passes, losses, counted, parameters, add, names, last=not twice or names is not None)
+            stream.visit(passes, losses, plan, parameters, add, names, last=not twice or names is not None)
 
         with uncollected:
             asked.run(over, len(losses), plan.costs, visit)

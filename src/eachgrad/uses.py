@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +21,12 @@ from eachgrad.rules.registry import Arguments, NeedsLoop, Rule
 from eachgrad.use import Use
 
 
-def blocks(use: Use, g: Tensor, layout: lay.Layout, B: int, create_graph: bool = False) -> tuple[Block, ...]:
+def blocks(
+    use: Use, g: Tensor, layout: lay.Layout, B: int, create_graph: bool = False, recipe: Recipe | None = None
+) -> Sequence[Block]:
     """A block of B gradients for each source of `use`; each has the shape of its source.
 
-    With `create_graph` the blocks stay attached to `g` and to the arguments of the op.
+    With `create_graph` the blocks stay attached to `g` and to the arguments of the op. `recipe`: of a use like this one.
     """
     use.check_versions()
     if use.piece is not None:
@@ -38,12 +41,15 @@ def blocks(use: Use, g: Tensor, layout: lay.Layout, B: int, create_graph: bool =
             "be differentiated again. Leave the option out, or ask without create_graph."
         )
     try:
-        found = _by_rule(use, g if create_graph else g.detach(), layout, B, create_graph)
+        if recipe is not None and recipe.rule is use.rule and not create_graph and not torch.is_grad_enabled():
+            found = recipe.blocks(use, g.detach())
+        else:
+            found = _by_rule(use, g if create_graph else g.detach(), layout, B, create_graph)
     except NeedsLoop:
         return _by_loop(use, g, layout, B, create_graph)
     known = [block for block in found if block is not None]
     if len(known) == len(found):
-        return tuple(known)
+        return known
     looped = _by_loop(use, g, layout, B, create_graph)
     return tuple(b if a is None else a for a, b in zip(found, looped, strict=True))
 
@@ -76,6 +82,63 @@ def _by_rule(use: Use, g: Tensor, layout: lay.Layout, B: int, create_graph: bool
         arguments |= {n: front(arguments[n]) for n in rule.samples if isinstance(arguments.get(n), Tensor)}
         g = front(g)
     return _folded(_by_source(names, _call(rule, g, arguments, create_graph)), fold)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What `_by_rule` finds out about a call but its tensors: the same for that use of every forward like this one.
+
+    Of uses whose samples lie along the first dimension, as most do.
+    """
+
+    rule: Rule
+    arguments: tuple[tuple[str, Any], ...]  # of the rule's function: "place" or "name" in the call, or a "value"
+    names: tuple[str, ...]  # by source, under which the rule answers
+    fold: Fold | None
+
+    @classmethod
+    def of(cls, use: Use, g: Tensor, layout: lay.Layout, B: int) -> Recipe | None:
+        """None for what is not so plain."""
+        rule = use.rule
+        if (
+            use.piece is not None
+            or rule.is_dense
+            or rule.takes_batch_dim
+            or not isinstance(layout, lay.Along)
+            or layout.dim
+        ):
+            return None
+        arguments = rule.bind(use.args, use.kwargs)
+        names, order = _names_of_sources(use, arguments), rule.order
+        if order is None or rule.lead(g, arguments) < 1 or any(len(group) != 1 for group in names):
+            return None
+        places: dict[str, tuple[str, Any]] = {name: ("place", k) for k, name in enumerate(order[: len(use.args)])}
+        places |= {name: ("name", name) for name in use.kwargs}
+        if rule.saved:
+            places["saved"] = "saved", None
+        nested = any(tensors_in(value) for value in arguments.values() if not isinstance(value, Tensor))
+        if nested or len(use.args) > len(order) or {*order} != {*arguments} or not places.keys() <= {*order}:
+            return None
+        found = tuple([places.get(name) or ("value", arguments[name]) for name in order])
+        return cls(rule, found, tuple([group[0] for group in names]), layout.fold)
+
+    def blocks(self, use: Use, g: Tensor) -> list[Block | None]:
+        """As `_by_rule` has them."""
+        given = []
+        for kind, what in self.arguments:
+            if kind == "place":
+                value = use.args[what]
+            elif kind == "name":
+                value = use.kwargs[what]
+            else:
+                value = use.saved if kind == "saved" else what
+            given.append(value.detach() if isinstance(value, Tensor) else value)
+        answer = self.rule.function(g, *given)
+        return _folded([_answered(answer.get(name)) for name in self.names], self.fold)
+
+
+def _answered(part: Block | None) -> Block | None:
+    return None if isinstance(part, Unanswered) else part
 
 
 def _by_dense_rule(use: Use, g: Tensor) -> list[Block | None]:
@@ -138,8 +201,7 @@ def _by_source(names: list[list[str]], answer: dict[str, Block]) -> list[Block |
     found: list[Block | None] = []
     for group in names:
         if len(group) == 1:
-            part = answer.get(group[0])
-            found.append(None if isinstance(part, Unanswered) else part)
+            found.append(_answered(answer.get(group[0])))
             continue
         parts = [answer.get(name) for name in group]
         known = [p for p in parts if p is not None and not isinstance(p, Unanswered)]

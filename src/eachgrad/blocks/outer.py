@@ -14,6 +14,7 @@ from eachgrad.blocks.arithmetic import (
     accumulation_dtype,
     cast,
     dots,
+    is_rounded,
     is_traced,
     on_gpu,
     product,
@@ -65,6 +66,14 @@ class Outer(Block):
             return self._sum(left, scaled(right, c))
         # A compiler writes the left factor of a product transposed, which took a GPU six times as long.
         return self._sum(scaled(left, c), right, mirrored=on_gpu(left) and is_traced(left))
+
+    def sum_by_weights(self, weights: Tensor) -> Tensor:
+        """`weighted_sum` of what `has_parts`, eagerly: `weights` is (B, 1, 1), in float32."""
+        left, right, (p, d) = self.left, self.right, self.matrix
+        narrow = right if p >= d else left  # the smaller factor is scaled
+        # As `arithmetic.scaled`, which says how far the terms are moved: by nothing but in bfloat16.
+        scaled = torch.mul(narrow, weights, out=torch.empty_like(narrow)) if is_rounded(narrow) else narrow * weights
+        return self._sum(left, scaled) if p >= d else self._sum(scaled, right)
 
     def mean(self, c: Tensor) -> Tensor:
         # Nothing is scaled: a copy of a factor would be written for it.

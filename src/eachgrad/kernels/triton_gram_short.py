@@ -9,7 +9,7 @@ tail times itself. Of the second factor a program forms a strip at a time, so th
 """
 
 # Triton takes a number where a constant is due, and skips an `if` of constants that is not met.
-# pyright: reportArgumentType=false, reportPossiblyUnbound=false
+# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
 
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]

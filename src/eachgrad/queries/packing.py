@@ -165,7 +165,16 @@ class Crossed(Held):
         return joined([self.parts[id(gradient)] for gradient in some]).sum(2)
 
     def sums(self, c: Tensor, index: Tensor | None, wide: bool) -> dict[str, Tensor]:
-        return one_by_one(self.gradients, c, index, wide)
+        if index is not None or not all(is_unwatched(outer_of(gradient).left) for gradient in self.gradients):
+            return one_by_one(self.gradients, c, index, wide)
+        # `Gradient.weighted_sum` of each, with what is the same for all of them done once.
+        answer, weights = {}, c.to(self.gradients[0].parameter.device, torch.float32).view(-1, 1, 1)
+        with torch.no_grad():
+            while self.gradients:
+                gradient = self.gradients.pop(0)
+                value = outer_of(gradient).sum_by_weights(weights)
+                answer |= in_dtype([gradient], [value], wide)
+        return answer
 
 
 def _crossed_sums(gradients: list[Gradient]) -> Tensor:

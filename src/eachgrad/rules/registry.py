@@ -69,7 +69,7 @@ class Rule:
 
     def answer(self, g: Tensor, arguments: Arguments) -> dict[str, Block]:
         """What the function says of a call whose arguments were bound, spreading what it declares as *args."""
-        order = self._order
+        order = self.order
         if order is not None and len(arguments) == len(order):
             return self.function(g, *map(arguments.__getitem__, order))
         positional, named = [], {}
@@ -86,7 +86,7 @@ class Rule:
         return self.function(g, *positional, **named)
 
     @cached_property
-    def _order(self) -> list[str] | None:
+    def order(self) -> list[str] | None:
         """The arguments, if all of them may be given by position, as a decorated function may want to have them."""
         names = self._names
         return names if names is not None and len(names) == len(self.parameters) else None
