@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 import eachgrad
 from eachgrad import step
-from eachgrad.ordering import in_order, soon
+from eachgrad.kernels.signals import Slot
+from eachgrad.ordering import in_order, late, soon
 from eachgrad.recompute import Limits, turn_of
 from eachgrad.recompute import recompute as again
 
@@ -330,3 +331,52 @@ def test_the_real_compiler_keeps_the_order(monkeypatch):
         with torch.no_grad():
             torch.compile(lambda x: x.sin() + 1)(torch.randn(3))
     assert calls  # or nothing is asserted above
+
+
+def with_a_flag(slot: Slot, leads: bool = False, random: bool = False):
+    """Four products that are answers; the flag is computed beside them, or from the last one."""
+
+    def run(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        means = [torch.mm(a.mT, b * k) / 3 for k in range(1, 5)]
+        of = means[-1] if leads else a
+        flag, _ = torch.ops.eachgrad.signal((of.sum() > 0), [], slot.key)
+        return (flag, *(F.dropout(m, 0.5) for m in means)) if random else (flag, *means)
+
+    return run
+
+
+def halves() -> list[Tensor]:
+    return [torch.randn(6, 3, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)]
+
+
+def test_products_that_nobody_waits_for_come_behind_the_flag():
+    slot = Slot()
+    found = traced(with_a_flag(slot), halves)
+    args = halves()
+    want = found(*args)
+    assert late(found.graph) == 0  # on a CPU nothing runs ahead
+    assert late(found.graph, "cpu") == 4  # two products, by size half of them, each with its division
+    found.graph.lint()
+    found.recompile()
+    (flag,) = named(found.graph, torch.ops.eachgrad.signal.default)
+    assert {node.name for node in named(found.graph, aten.mm.default) if node > flag} == {"mm_2", "mm_3"}
+    for a, b in zip(found(*args), want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_the_flag_is_computed_from_stays_before_it():
+    slot = Slot()
+    found = traced(with_a_flag(slot, leads=True), halves)
+    late(found.graph, "cpu")
+    found.graph.lint()
+    (flag,) = named(found.graph, torch.ops.eachgrad.signal.default)
+    assert {node.name for node in named(found.graph, aten.mm.default) if node > flag} == {"mm_1", "mm_2"}
+
+
+def test_products_behind_which_random_numbers_are_drawn_stay():
+    slot = Slot()
+    assert late(traced(with_a_flag(slot, random=True), halves).graph, "cpu") == 0
+
+
+def test_without_a_flag_nothing_moves():
+    assert late(traced(lambda a, b: (torch.mm(a.mT, b),), halves).graph, "cpu") == 0

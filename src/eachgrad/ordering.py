@@ -6,10 +6,13 @@ fuses what is near, at most 64 of its kernels apart, and what it finds far away 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
+import torch
 from torch.fx import Graph, Node
 
+from eachgrad.kernels import signals  # noqa: F401  (its op)
 from eachgrad.tidy import draws
 
 # Inductor would move each node to the first that reads it: all answers to the norms of all, at the end again.
@@ -48,6 +51,51 @@ def _missing(node: Node, last: Node) -> set[Node]:
             if a > last and a not in found:
                 found.add(a)
                 stack.append(a)
+    return found
+
+
+def late(graph: Graph, device: str = "cuda") -> int:
+    """Move products that are answers behind the last flag that the host waits for, on such a device; how many.
+
+    When the host knows the flag it goes on, to the update and to the next step. With nothing left to do until then the device
+    would wait for it: norms are known with the last layer, and so all means would be there already. Half of them, by size, is
+    what the host needs on an H200 beside ViT-B/16, and what they are made of is held no longer than for a clipped sum. Which
+    they are depends on the weights alone, so that graphs that are one but for the number of samples stay so.
+    """
+    flags = list(graph.find_nodes(op="call_function", target=torch.ops.eachgrad.signal.default))
+    if not flags or cast(Node, flags[-1].args[0]).meta["val"].device.type != device:
+        return 0
+    flag = max(flags)
+    needed = _reached([flag], lambda node: node.all_input_nodes)
+    products = [node for target in _PRODUCTS for node in graph.find_nodes(op="call_function", target=target)]
+    found = [(node, _reached([node], lambda node: list(node.users))) for node in sorted(products) if node < flag]
+    found = [(node, after) for node, after in found if not after & needed and not any(map(draws, after))]
+    left, moved = sum(_size(node) for node, _ in found) // 2, set[Node]()
+    for node, after in reversed(found):
+        if left <= 0:
+            break
+        left -= _size(node)
+        moved |= {other for other in after if other.op == "call_function" and other < flag}
+    last = flag
+    for node in sorted(moved):
+        last.append(node)
+        last = node
+    return len(moved)
+
+
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.mm.dtype)
+
+
+def _size(node: Node) -> int:
+    return node.meta["val"].numel()
+
+
+def _reached(begin: list[Node], below: Callable[[Node], list[Node]]) -> set[Node]:
+    found, stack = set(begin), begin
+    while stack:
+        fresh = [node for node in below(stack.pop()) if node not in found]
+        found.update(fresh)
+        stack = [*stack, *fresh]
     return found
 
 

@@ -17,7 +17,7 @@ from eachgrad.functions import without_autocast
 from eachgrad.kernels.signals import Slot
 from eachgrad.launches import together
 from eachgrad.laying import laid_out
-from eachgrad.ordering import in_order, soon
+from eachgrad.ordering import in_order, late, soon
 from eachgrad.padding import opened
 from eachgrad.recompute import recompute, turn_of
 from eachgrad.replay import Memory, Replay, Replays
@@ -159,6 +159,7 @@ def _tidied(traced: GraphModule, options: dict[str, Any], share: float) -> dict[
             traced.graph = laid_out(traced)
             soon(traced.graph, turn_of(traced.graph))
             together(traced.graph)
+            late(traced.graph)
             over = write_over(traced.graph)  # last: whatever moves nodes takes a graph that does not write
             options = in_order(options, whole=over > 0)
     traced.recompile()
