@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -158,6 +159,11 @@ class ClippedSum(Query):
 
 _Parts = dict[str, list[Tensor]]  # by group, (B,) each
 
+# After a sum that was begun early and had to be formed again, so many of the same parameters are formed in order: where norms
+# are in doubt at one step they mostly are at the next.
+_IN_ORDER = 16
+_doubted: WeakKeyDictionary[Tensor, int] = WeakKeyDictionary()  # by the first parameter, how many are left
+
 
 class RunningClip(PerParameter):
     """Norms as the gradients come; the sum when all norms are known."""
@@ -243,13 +249,14 @@ class RunningClip(PerParameter):
         packs = [(key, pack, [*pack.gradients]) for key, pack in self.packs.items()]
         every = [*self.held.values(), *(gradient for _, _, some in packs for gradient in some)]
         ready = bool(every) and all(on_gpu(gradient.parameter) and not gradient.attached for gradient in every)
-        if not ready or len(every) < len(self.seen) or doubts.are_gathered():
+        if not ready or len(every) < len(self.seen) or doubts.are_gathered() or self._was_in_doubt():
             return False
         held, known = dict(self.held), {id(gradient) for gradient in every if gradient.has_norms}
         with doubts.postponed() as postponed:
             self._clip()
         if not postponed.wait():
             return True
+        _doubted[next(iter(self.over.parameters.values()))] = _IN_ORDER
         for gradient in every:
             if id(gradient) not in known:
                 gradient.forget_norms()
@@ -258,6 +265,14 @@ class RunningClip(PerParameter):
             self.packs[key] = pack
         self.held = held
         return False
+
+    def _was_in_doubt(self) -> bool:
+        """Whether one of the last sums of these parameters had to be formed again."""
+        first = next(iter(self.over.parameters.values()))
+        left = _doubted.pop(first, 0)
+        if left > 1:
+            _doubted[first] = left - 1
+        return left > 0
 
     def _clip(self) -> None:
         """The norms of what is held, and the sums, each of which lets its gradients go."""
