@@ -345,19 +345,16 @@ CHANGES: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
-def changing(body: Callable[..., Tensor]) -> Callable[[nn.Module, int], Tensor]:
-    def losses(model: nn.Module, k: int) -> Tensor:
-        model.late = k in CHANGED
-        return squares(model, torch.randn(B, D))
-
-    return losses
+def changing(model: nn.Module, k: int) -> Tensor:
+    model.late = k in CHANGED
+    return squares(model, torch.randn(B, D))
 
 
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_forward_that_changes(name):
     body = CHANGES[name]
-    found, full = both(lambda: Net(body), changing(body))
+    found, full = both(lambda: Net(body), changing)
     assert full  # one was followed before it changed
     torch.manual_seed(0)
     model = Net(body)
@@ -398,7 +395,7 @@ REFUSALS: dict[str, tuple[Callable[..., Tensor], str]] = {
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_is_refused_is_refused_also_when_it_comes_late(name):
     body, words = REFUSALS[name]
-    found, full = both(lambda: Net(body), changing(body))
+    found, full = both(lambda: Net(body), changing)
     assert full
     for k, (_, answer) in enumerate(found):
         assert isinstance(answer, tuple) == (k in CHANGED), answer
@@ -415,9 +412,22 @@ def test_autocast_that_comes_late():
     assert [known["uses"][1][6] is not None for known, _ in found] == [k in CHANGED for k in range(CALLS)]
 
 
+@pytest.mark.usefixtures("double")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_scripted_part_that_comes_late():
+    def make():
+        model = Net(lambda m, x: m.b((m.scripted if m.late else m.a)(m.a(x).tanh())))
+        model.scripted = torch.jit.script(nn.Linear(D, D))
+        return model
+
+    found, full = both(make, changing)
+    assert full
+    assert [known["opaque"] for known, _ in found] == [k in CHANGED for k in range(CALLS)]
+
+
 def test_dropout_that_comes_late():
     body = lambda m, x: m.b(F.dropout(m.a(x), 0.5, m.late))  # noqa: E731
-    assert both(lambda: Net(body), changing(body))[1]
+    assert both(lambda: Net(body), changing)[1]
 
 
 # What a forward is given

@@ -172,8 +172,9 @@ class Reader:
     def _matches(self, value: Any, given: Given) -> bool:
         kind, what, version, requires_grad = given
         if kind == RESULT:
-            same = value is not None and self.live[what]() is value and value._version == version
-            return same and value.requires_grad is requires_grad
+            if value is None or self.live[what]() is not value:
+                return False
+            return value._version == version and value.requires_grad is requires_grad
         return (type(value) is type(what) and value == what) if kind == VALUE else self._is(value, kind, what)
 
     def _is(self, value: Any, kind: int, what: Any) -> bool:
