@@ -15,10 +15,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import eachgrad
-from eachgrad.blocks import Dense, Outer, arithmetic, outer
+from eachgrad import doubts
+from eachgrad.blocks import Dense, Outer, arithmetic, base, outer
 from eachgrad.gradient import Gradient
 from eachgrad.kernels import many
-from eachgrad.queries import joining, packing
+from eachgrad.queries import joining, packing, sums
 from eachgrad.queries.base import Over
 from oracle import assert_same, loop
 
@@ -521,3 +522,78 @@ def test_threads_do_not_see_each_others_packs(by_factors):
         thread.join()
     for norms in found:
         torch.testing.assert_close(norms.double(), want, rtol=2e-3, atol=0)
+
+
+TOGETHER = {
+    "alone": {"grad": eachgrad.clipped_sum(8.0)},
+    "with norms": {"norms": eachgrad.norms(), "grad": eachgrad.clipped_sum(8.0), "mean": eachgrad.mean()},
+    "with norms of some": {"grad": eachgrad.clipped_sum(8.0), "some": eachgrad.norms().select("b*")},
+    "two sums": {
+        "grad": eachgrad.clipped_sum(8.0, nonfinite="zero"),
+        "twice": eachgrad.clipped_sum(2.0, nonfinite="zero", groups="parameter", wide=True),
+        "norms": eachgrad.norms(),
+    },
+    "by parameter": {"grad": eachgrad.clipped_sum(5.0, groups="parameter"), "each": eachgrad.norms(by="parameter")},
+    "normalised": {"grad": eachgrad.clipped_sum(8.0, normalise=True, nonfinite="zero")},
+}
+HELD = {  # how they come to be packed, and whether a norm is in doubt
+    "large": ("as_on_a_gpu", lambda: many_gradients(torch.float32), False),
+    "large, some not finite": (
+        "as_on_a_gpu", lambda: many_gradients(torch.bfloat16, torch.float32, poisoned=True), True
+    ),
+    "factors": ("by_factors", lambda: factored(torch.bfloat16), False),
+    "factors that cancel": ("by_factors", lambda: factored(torch.float16, cancel=True), True),
+    "factors, one not finite": ("by_factors", lambda: factored(torch.bfloat16, poisoned=True), True),
+}  # fmt: skip
+
+
+@pytest.fixture
+def waits(monkeypatch) -> list[bool]:
+    """Whether each sum so far that was begun early had a doubt."""
+    found: list[bool] = []
+    original = doubts.Postponed.wait
+    monkeypatch.setattr(doubts.Postponed, "wait", lambda self: found.append(original(self)) or found[-1])
+    return found
+
+
+@pytest.mark.parametrize("questions", TOGETHER)
+@pytest.mark.parametrize("held", HELD)
+def test_a_sum_that_is_begun_early_is_the_same(held, questions, request, waits, monkeypatch):
+    """To the last bit, and so is the error; after a doubt nothing is left of what was begun."""
+    fixture, make, doubtful = HELD[held]
+    request.getfixturevalue(fixture)
+
+    def ask(early: bool):
+        monkeypatch.setattr(sums, "on_gpu", lambda t: early)
+        gradients = make()
+        try:
+            answer = vars(asked(gradients, **TOGETHER[questions])[0])
+        except eachgrad.CaptureError as error:
+            return str(error)
+        return answer | {f"squares of {gradient.name}": gradient.squared_norms() for gradient in gradients}
+
+    want = ask(False)
+    assert not waits
+    found = ask(True)
+    assert waits
+    assert any(waits) == doubtful
+    if isinstance(want, str):
+        assert "have a NaN or infinite norm" in want
+        assert found == want
+    else:
+        torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("dtype", "rest"), [(torch.float32, 0.4), (torch.float64, 1e-3)])
+def test_a_norm_that_loses_digits_is_computed_again_also_by_a_sum_that_is_begun_early(dtype, rest, waits, monkeypatch):
+    """Of its terms a share is left that a compiled step takes as it is, and eager code never."""
+    monkeypatch.setattr(sums, "on_gpu", lambda t: True)
+    torch.manual_seed(0)
+    left, right = torch.randn(B, 2, 300, dtype=dtype), torch.randn(B, 1, 300, dtype=dtype).expand(B, 2, 300).clone()
+    left[:, 1] = -left[:, 0] + rest * torch.randn(B, 300, dtype=dtype)
+    gradient = Gradient("w", torch.zeros(300, 300, dtype=dtype), Outer(left, right), B)
+    rough = gradient.block.roughly()
+    assert base._DOUBTFUL[dtype] < float((rough.total / rough.bound).min()) < base._share(rough.total)
+    asked([gradient], grad=eachgrad.clipped_sum(1.0))
+    assert waits == [True]
+    assert torch.equal(gradient.squared_norms(), rough.settled()[0])

@@ -246,13 +246,17 @@ class Recorder(TorchFunctionMode):
         self.follower = follower
         return out
 
-    def returned(self, func: Callable, args: tuple, kwargs: dict, out: Any) -> Any:
-        """What there is to say of an op's result beside its uses."""
+    def returned(self, func: Callable, args: tuple, kwargs: dict, out: Any, met: bool) -> Any:
+        """An op's result, with all that there is to say of it; `met`: but its use, which was recorded."""
         found, call = looked_at(args, kwargs)
         numbers = tuple(map(self.tensors.number, found))
         if any(numbers):
             self.signature.add(func, args, kwargs, found, numbers, call)
-        return self._passed(func, args, kwargs, found, any(numbers), call, out)
+        if not met:
+            return self._passed(func, args, kwargs, found, any(numbers), call, out)
+        self.tensors.mark_strong(out)
+        self.tensors.follow(func, args, kwargs, out, found, call)
+        return out
 
     def away(self) -> _Away:
         """A context: not active for a while, where it is the innermost mode. Nothing is seen, at no cost."""

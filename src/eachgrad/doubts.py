@@ -104,6 +104,11 @@ def are_gathered() -> bool:
     return _current() is not None
 
 
+def are_postponed() -> bool:
+    """Whether what is in doubt is going to be done again by the same code."""
+    return isinstance(_current(), Postponed)
+
+
 def settle(through: list[Tensor]) -> list[Tensor]:
     """The doubts so far can be looked at: what comes now, from `through`, takes its time and adds no more, or few."""
     doubts = _current()

@@ -98,14 +98,14 @@ class Reader:
     def __call__(self, func: Callable, types: Any, args: tuple, kwargs: dict) -> Any:
         if self.place < len(self.entries):
             entry = self.entries[self.place]
-            if entry.func is func and self._fits(entry, args, kwargs):
+            if (entry.func is func or entry.func == func) and self._fits(entry, args, kwargs):
                 if entry.kind == PASSES:
                     out = func(*args, **kwargs)
                     return out if self._goes_on(entry, out) else self._differs(entry, args, kwargs, out)
                 meeting = entry.meeting
                 if meeting is not None and RULES.get(func) is meeting.rule:
                     out = recording.meet_again(self.recorder, func, args, kwargs, meeting)
-                    return out if self._goes_on(entry, out) else self._differs(entry, args, kwargs, out)
+                    return out if self._goes_on(entry, out) else self._differs(entry, args, kwargs, out, met=True)
                 return self._ordinary(entry, types, args, kwargs)
         if func in PASSIVE and func is not torch.Tensor.register_hook:
             return func(*args, **kwargs)
@@ -147,37 +147,42 @@ class Reader:
     def _fits(self, entry: Entry, args: tuple, kwargs: dict) -> bool:
         """Whether an op is given what it was given before."""
         given = entry.args
-        if len(args) != len(given) or torch.is_grad_enabled() is not entry.with_grad:
+        if len(args) != len(given) or torch.is_grad_enabled() is not entry.with_grad or foreign.is_inside_transform():
             return False
         live = self.live
-        for value, (kind, what, version) in zip(args, given, strict=True):
-            if kind == RESULT:
-                if live[what]() is not value or value._version != version:
+        try:
+            for value, (kind, what, version, requires_grad) in zip(args, given, strict=True):
+                if kind == RESULT:  # `_matches` written out; None is what a reference to nothing gives, too
+                    if value is None or live[what]() is not value or value._version != version:
+                        return False
+                    if value.requires_grad is not requires_grad:
+                        return False
+                elif kind == VALUE:
+                    if type(value) is not type(what) or value != what:
+                        return False
+                elif not self._is(value, kind, what):
                     return False
-            elif kind == VALUE:
-                if type(value) is not type(what) or value != what:
-                    return False
-            elif not self._is(value, kind, what):
-                return False
-        if (kwargs or entry.kwargs) and not self._are(kwargs, entry.kwargs):
+            return not (kwargs or entry.kwargs) or self._are(kwargs, entry.kwargs)
+        except RuntimeError:  # a tensor of inference mode has no version
             return False
-        return not (entry.may_be_inside and foreign.is_inside_transform())
 
     def _are(self, kwargs: dict, given: dict[str, Given]) -> bool:
         return kwargs.keys() == given.keys() and all(self._matches(kwargs[name], one) for name, one in given.items())
 
     def _matches(self, value: Any, given: Given) -> bool:
-        kind, what, version = given
+        kind, what, version, requires_grad = given
         if kind == RESULT:
-            return self.live[what]() is value and value._version == version
+            if value is None or self.live[what]() is not value:
+                return False
+            return value._version == version and value.requires_grad is requires_grad
         return (type(value) is type(what) and value == what) if kind == VALUE else self._is(value, kind, what)
 
     def _is(self, value: Any, kind: int, what: Any) -> bool:
         """The same for what is neither a result nor a value."""
         if kind == PARAMETER:
-            name, shape, dtype = what
-            known = self.recorder.tensors.parameters.get(id(value)) == name
-            return known and value.shape == shape and value.dtype == dtype
+            name, own, shape, dtype = what
+            known = self.recorder.tensors.parameters.get(id(value)) == name and value.requires_grad
+            return known and type(value) is own and value.shape == shape and value.dtype == dtype
         if kind == OTHER:
             own, shape, dtype = what
             return type(value) is own and value.shape == shape and value.dtype == dtype and self._is_other(value)
@@ -215,17 +220,17 @@ class Reader:
         self.place += 1
         return True
 
-    def _differs(self, entry: Entry, args: tuple, kwargs: dict, out: Any) -> Any:
+    def _differs(self, entry: Entry, args: tuple, kwargs: dict, out: Any, met: bool = False) -> Any:
         """An op has run, and returned something else than before."""
         self.leave()
-        return self.recorder.returned(entry.func, args, kwargs, out)
+        return self.recorder.returned(entry.func, args, kwargs, out, met)
 
     def _ordinary(self, entry: Entry, types: Any, args: tuple, kwargs: dict) -> Any:
         recorder = self.recorder
         self.tell()
         out = recorder.apart(self, entry.func, types, args, kwargs)
-        known = recorder.signature.value == entry.signature and recorder.tensors.count == entry.count
-        if known and self._goes_on(entry, out):
+        known = recorder.signature.value, recorder.tensors.count, len(recorder.uses)
+        if known == (entry.signature, entry.count, entry.uses) and self._goes_on(entry, out):
             self.told = self.place
         else:
             self.leave()

@@ -271,6 +271,8 @@ def _script_called(
     sources = tuple(p for p in module.parameters() if id(p) in recorder.tensors.parameters)
     if not sources:
         return None
+    if recorder.follower is not None:  # it is no op, and no script has it
+        recorder.follower.leave()
     given = tensors_in((args, kwargs))
     for t in given:
         if recorder.tensors.carrier(t) is not None:

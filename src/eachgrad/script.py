@@ -12,6 +12,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.nn import functional as F
 
 from eachgrad import mixing, recording, refusals
@@ -30,7 +31,19 @@ RESULT, VALUE, PARAMETER, OTHER, SEVERAL, SLICE = range(6)
 # How an op goes: as it is, as a use of parameters, or the ordinary way
 PASSES, MEETS, ORDINARY = range(3)
 
-_VALUES = {int, float, bool, str, type(None), complex, torch.dtype, torch.device, torch.memory_format, torch.layout}
+_VALUES = {
+    int,
+    float,
+    bool,
+    str,
+    type(None),
+    type(...),
+    complex,
+    torch.dtype,
+    torch.device,
+    torch.memory_format,
+    torch.layout,
+}
 # Functions of which a recorder knows more than that they are ops.
 _SPECIAL = {
     *TEMPLATED, *recording.OWN, *refusals.CHECKED, *EXPOSING, F.cross_entropy, F.instance_norm, torch.Tensor.__setitem__,
@@ -44,6 +57,7 @@ class Given(NamedTuple):
     kind: int
     what: Any  # the slot of a result, a value, or what it must have in common with what it was
     version: int = 0
+    requires_grad: bool = False  # of a result: what an op has made without, an autograd.Function around it gives one
 
 
 class Result(NamedTuple):
@@ -75,13 +89,13 @@ class Entry:
     args: tuple[Given, ...]
     kwargs: dict[str, Given]
     with_grad: bool
-    may_be_inside: bool  # whether it could be one under a transform: not all of its tensors are results of ops before
     slot: int  # of its first result
     kind: int = ORDINARY
     results: tuple[Result, ...] = ()
     returns: type = Tensor
     signature: int | None = 0  # of the forward so far, with this op
     count: int = 0  # of the tensors of the batch so far
+    uses: int = 0  # so far
     name: str = ""
     meeting: Meeting | None = None
 
@@ -111,14 +125,15 @@ class Writer:
 
     def __call__(self, func: Callable, types: Any, args: tuple, kwargs: dict) -> Any:
         recorder = self.recorder
-        if self.failed or func in PASSIVE or not tensors_of(args, kwargs):
+        if self.failed or func in PASSIVE or not (given := tensors_of(args, kwargs)):
             self.failed = self.failed or func is torch.Tensor.register_hook
             return recorder.seen(func, types, args, kwargs)
         entry, uses = self._described(func, args, kwargs), len(recorder.uses)
+        plain = all(map(self._is_plain, given))  # before an op in place changes what they are
         recorder.tensors.sure = True
         out = recorder.apart(self, func, types, args, kwargs)
         if entry is not None:
-            self._finish(entry, args, kwargs, out, recorder.uses[uses:])
+            self._finish(entry, args, kwargs, out, recorder.uses[uses:], plain)
         return out
 
     def leave(self) -> None:
@@ -140,8 +155,17 @@ class Writer:
         except _Unknown:
             self.failed = True
             return None
-        kinds = {kind for one in (*given, *options.values()) for kind in _kinds(one)}
-        return Entry(func, given, options, torch.is_grad_enabled(), OTHER in kinds or RESULT not in kinds, self.count)
+        return Entry(func, given, options, torch.is_grad_enabled(), self.count)
+
+    def _is_plain(self, t: Tensor) -> bool:
+        """Whether nothing has to be found out of a tensor's history: a parameter's, or what is of the batch has none.
+
+        A Function is met where what it returned is used, and what it was given is known by then.
+        """
+        tensors = self.recorder.tensors
+        if not t.requires_grad or id(t) in tensors.parameters:
+            return True
+        return tensors.is_strong(t) and not isinstance(t.grad_fn, BackwardCFunction)
 
     def _given(self, value: Any) -> Given:
         kind = type(value)
@@ -158,12 +182,14 @@ class Writer:
     def _given_tensor(self, t: Tensor) -> Given:
         name = self.recorder.tensors.parameters.get(id(t))
         if name is not None:
-            return Given(PARAMETER, (name, t.shape, t.dtype))
+            if not t.requires_grad:  # not any more
+                raise _Unknown
+            return Given(PARAMETER, (name, type(t), t.shape, t.dtype))
         found = self.slots.get(id(t))
         if found is not None and found[0]() is t:
             if t.is_inference():
                 raise _Unknown
-            return Given(RESULT, found[1], t._version)
+            return Given(RESULT, found[1], t._version, t.requires_grad)
         if t.requires_grad or t.is_nested:
             raise _Unknown
         return Given(OTHER, (type(t), t.shape, t.dtype))
@@ -173,14 +199,14 @@ class Writer:
             self.slots[id(t)] = ref(t), self.count
             self.count += 1
 
-    def _finish(self, entry: Entry, args: tuple, kwargs: dict, out: Any, uses: list[Use]) -> None:
+    def _finish(self, entry: Entry, args: tuple, kwargs: dict, out: Any, uses: list[Use], plain: bool) -> None:
         recorder, tensors = self.recorder, self.recorder.tensors
-        entry.signature, entry.count = recorder.signature.value, tensors.count
+        entry.signature, entry.count, entry.uses = recorder.signature.value, tensors.count, len(recorder.uses)
         entry.name, entry.returns = getattr(entry.func, "__name__", ""), type(out)
         returned = results_of(out)
-        plain = bool(returned) and all(type(t) is Tensor for t in returned)
+        plain = plain and bool(returned) and all(type(t) is Tensor for t in returned)
         if plain and tensors.sure and entry.func not in _SPECIAL and "out" not in kwargs:
-            self._classify(entry, args, kwargs, uses, any(map(tensors.is_strong, returned)))
+            self._classify(entry, args, kwargs, uses)
         known = entry.kind != ORDINARY  # otherwise its tags are found anew each time
         entry.results = tuple([
             Result(t.shape, t.dtype, t.requires_grad, tensors.number(t), tensors.tag(t) if known else None)
@@ -189,11 +215,11 @@ class Writer:
         self._number(returned)
         self.entries.append(entry)
 
-    def _classify(self, entry: Entry, args: tuple, kwargs: dict, uses: list[Use], strong: bool) -> None:
+    def _classify(self, entry: Entry, args: tuple, kwargs: dict, uses: list[Use]) -> None:
         func, given, known = entry.func, tensors_of(args, kwargs), self.recorder.tensors.parameters
         parameters = [t for t in given if id(t) in known]
         if not uses:
-            if not parameters and (strong or not any(t.requires_grad for t in given)):
+            if not parameters:
                 entry.kind = PASSES
             return
         if len(uses) > 1 or func in COMPOSITES or func in BROADCAST or func not in RULES or entry.returns is not Tensor:
@@ -223,13 +249,6 @@ def _is_parameter(value: Any) -> bool:
 
 def _nothing() -> None:
     return None
-
-
-def _kinds(given: Given) -> list[int]:
-    """The kinds of an argument, and of what is in it."""
-    if given.kind == SEVERAL:
-        return [kind for one in given.what[1] for kind in _kinds(one)]
-    return [kind for one in given.what for kind in _kinds(one)] if given.kind == SLICE else [given.kind]
 
 
 def results_of(out: Any) -> list[Tensor]:

@@ -123,8 +123,9 @@ class Tape:
     @unseen
     def __exit__(self, *error: Any) -> None:
         try:
-            if self.recorder.follower is not None and error[:1] == (None,):
-                self.recorder.follower.end()
+            if self.recorder.follower is not None:
+                # After an error, too, all is said: who catches it may ask about the losses that there are.
+                self.recorder.follower.end() if error[:1] == (None,) else self.recorder.follower.leave()
             self._settings.__exit__(*error)
         finally:
             self.recorder.follower = None
@@ -363,7 +364,10 @@ class Tape:
     def _kind_of(self, inputs: list[Tensor]) -> Hashable:
         """What forwards that a script may follow have in common."""
         each = tuple([(type(t), t.shape, t.dtype, t.requires_grad) for t in inputs])
-        return each, self.batch_dim, self.given_batch_size, tuple(self.trainable)
+        places = {id(t): n for n, t in enumerate(inputs)}  # one tensor may be several inputs
+        names = self.recorder.tensors.parameters
+        which = tuple([(places[id(t)], names.get(id(t))) for t in inputs])
+        return each, which, self.batch_dim, self.given_batch_size, tuple(self.trainable)
 
     def _leaving(self, module: nn.Module, args: tuple, output: Any) -> None:
         if threading.get_ident() == self._thread:
