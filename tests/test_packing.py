@@ -597,3 +597,19 @@ def test_a_norm_that_loses_digits_is_computed_again_also_by_a_sum_that_is_begun_
     asked([gradient], grad=eachgrad.clipped_sum(1.0))
     assert waits == [True]
     assert torch.equal(gradient.squared_norms(), rough.settled()[0])
+
+
+def test_after_a_doubt_the_next_sums_are_formed_in_order(waits, monkeypatch):
+    monkeypatch.setattr(sums, "on_gpu", lambda t: True)
+    parameter = torch.zeros(3, 2)
+
+    def ask(value: float) -> None:
+        block = Dense(torch.full((B, 3, 2), value))
+        asked([Gradient("w", parameter, block, B)], grad=eachgrad.clipped_sum(1.0, nonfinite="zero"))
+
+    ask(float("nan"))
+    for _ in range(sums._IN_ORDER):
+        ask(1.0)
+    assert waits == [True]
+    ask(1.0)
+    assert waits == [True, False]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from eachgrad import doubts, plan
 from eachgrad.blocks import Outer, Summed, form
@@ -162,7 +162,7 @@ _Parts = dict[str, list[Tensor]]  # by group, (B,) each
 # After a sum that was begun early and had to be formed again, so many of the same parameters are formed in order: where norms
 # are in doubt at one step they mostly are at the next.
 _IN_ORDER = 16
-_doubted: WeakKeyDictionary[Tensor, int] = WeakKeyDictionary()  # by the first parameter, how many are left
+_doubted = WeakTensorKeyDictionary()  # by the first parameter, how many are left
 
 
 class RunningClip(PerParameter):
