@@ -32,18 +32,8 @@ RESULT, VALUE, PARAMETER, OTHER, SEVERAL, SLICE = range(6)
 PASSES, MEETS, ORDINARY = range(3)
 
 _VALUES = {
-    int,
-    float,
-    bool,
-    str,
-    type(None),
-    type(...),
-    complex,
-    torch.dtype,
-    torch.device,
-    torch.memory_format,
-    torch.layout,
-}
+    int, float, bool, str, complex, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout,
+}  # fmt: skip
 # Functions of which a recorder knows more than that they are ops.
 _SPECIAL = {
     *TEMPLATED, *recording.OWN, *refusals.CHECKED, *EXPOSING, F.cross_entropy, F.instance_norm, torch.Tensor.__setitem__,
