@@ -18,9 +18,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: venv
 	$(BIN)/python examples/digits_norms.py
 
-# One torch thread per worker: the workers already fill the cores.
+# One torch thread per worker: the workers already fill the cores. A worker that is done takes tests from another.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 lint: venv
 	$(BIN)/ruff format --check .
