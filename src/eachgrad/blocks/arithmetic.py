@@ -78,10 +78,14 @@ def scaled(value: Tensor, c: Tensor) -> Tensor:
 
     Rounded to sixteen bits, terms that cancel leave their rounding behind: a clipped sum must allow for it.
     """
-    weight = cast(c, accumulation_dtype(value.dtype)).view(-1, *[1] * (value.ndim - 1))
+    return scaled_by(value, cast(c, accumulation_dtype(value.dtype)).view(-1, *[1] * (value.ndim - 1)))
+
+
+def scaled_by(value: Tensor, weight: Tensor) -> Tensor:
+    """The same by weights that are in float32 or better, and in the rank of the value, already."""
     if not is_rounded(value):
         return value * weight
-    if is_traced(value) or value.requires_grad or c.requires_grad:
+    if is_traced(value) or value.requires_grad or weight.requires_grad:
         return (value * weight).to(value.dtype)
     # The same in one kernel, with no float32 copy written and read; a compiler makes it one by itself.
     return torch.mul(value, weight, out=torch.empty_like(value))

@@ -14,13 +14,13 @@ from eachgrad.blocks.arithmetic import (
     accumulation_dtype,
     cast,
     dots,
-    is_rounded,
     is_traced,
     on_gpu,
     product,
     products,
     rounding,
     scaled,
+    scaled_by,
     squared_norms,
 )
 from eachgrad.blocks.base import Block, Fold, Measured, Rough, Shared
@@ -69,11 +69,10 @@ class Outer(Block):
 
     def sum_by_weights(self, weights: Tensor) -> Tensor:
         """`weighted_sum` of what `has_parts`, eagerly: `weights` is (B, 1, 1), in float32."""
-        left, right, (p, d) = self.left, self.right, self.matrix
-        narrow = right if p >= d else left  # the smaller factor is scaled
-        # As `arithmetic.scaled`, which says how far the terms are moved: by nothing but in bfloat16.
-        scaled = torch.mul(narrow, weights, out=torch.empty_like(narrow)) if is_rounded(narrow) else narrow * weights
-        return self._sum(left, scaled) if p >= d else self._sum(scaled, right)
+        p, d = self.matrix
+        if p >= d:  # the smaller factor is scaled
+            return self._sum(self.left, scaled_by(self.right, weights))
+        return self._sum(scaled_by(self.left, weights), self.right)
 
     def mean(self, c: Tensor) -> Tensor:
         # Nothing is scaled: a copy of a factor would be written for it.
