@@ -2,7 +2,8 @@
 
 |A^T G|^2 = sum (A A^T) * (G G^T) for each sample. Here a tile of both Grams stays in registers, and a tile below the
 diagonal is not formed: it is the mirror image of one above. For the 48 layers of ViT-B/16 (64 samples of 197 positions) an
-H200 took 1.22 ms, and 11.0 by two products for each, which it wrote, read and added (benchmarks/kernels.py).
+H200 took 1.22 ms, and 11.0 by two products for each, which it wrote, read and added (benchmarks/kernels.py asks for both;
+its results file is of before there were blocks of 64 rows, and has 1.72).
 The Triton code is apart, as triton is there only where a GPU is.
 """
 
